@@ -191,8 +191,8 @@ class AscendPlatform(Platform):
         self._empty_cache()
 
     def _empty_cache(self) -> None:
-        """torch_npu's `empty_cache` waits for the device and holds Python's lock. A thread that
-        updates tasks could not go on, and the device would wait for it: so no update is open."""
+        """Call torch_npu's `empty_cache` while no update is under way. It waits for the device and
+        holds the GIL: a thread that updates tasks could not go on, and the device waits for it."""
         device = torch.device("npu", self._npu.current_device())
         with no_other_capture(device) as alone, no_update_under_way():
             if alone:
@@ -275,7 +275,7 @@ class AscendPlatform(Platform):
 
     def order_after(self, stream: Any) -> None:
         current = self._npu.current_stream()
-        # Before anything is queued there, the inputs of a step among it.
+        # Before anything is queued there, also the inputs of a step.
         leave_stream(current)
         current.wait_stream(stream)
 

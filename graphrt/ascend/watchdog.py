@@ -21,7 +21,7 @@ from graphrt.core.base.errors import DeviceHangError
 
 
 class WatchedStep:
-    """One replay: the events around it, and how far the host and the update stream got."""
+    """One watched replay: its events, and how far the host and the update stream got."""
 
     def __init__(self, graph: str, number: int, device: int, started: Any) -> None:
         self.graph = graph

@@ -30,7 +30,7 @@ _AMOUNT = re.compile(r"(\d{1,18}(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class BudgetRequest:
-    """What a host knows of its model, and what graphs may take.
+    """The options of `graphrt plan` about a budget: facts about the model, limits and costs.
 
     `npu` are settings such as "device=A3" or "domains=tp,ep", of an NPU alone. `limits` and `costs`
     are "streams=1800", "graphs=500", "bytes=2GiB" or "seconds=60"; costs are those of one size.
@@ -85,13 +85,13 @@ def _streams(request: BudgetRequest, plan: Plan) -> PlannedStreams | None:
     from graphrt.ascend.budget.planned import planned_streams
     from graphrt.ascend.driver.library import available_streams, device_name
 
-    here = platform.availability().available
+    is_here = platform.availability().available
     return planned_streams(
         dict(map(fact, request.npu)),
         request.layers,
         mode=plan.mode,
         sizes=plan.sizes.mixed,
-        at_hand=(device_name(), available_streams()) if here else None,
+        at_hand=(device_name(), available_streams()) if is_here else None,
     )
 
 

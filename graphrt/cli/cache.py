@@ -200,7 +200,7 @@ def _table(*columns: str) -> Table:
 def _row(table: Table, *cells: str) -> None:
     from rich.text import Text
 
-    # As they are: a list in a setting is no markup.
+    # As plain text: rich would read a list in a setting as markup.
     table.add_row(*map(Text, cells))
 
 

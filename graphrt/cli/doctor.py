@@ -111,7 +111,7 @@ def _devices(entry: FoundPlatform) -> list[str]:
         return [host.processor() or host.machine()] if kind == "cpu" else []
     count = int(_asked(entry, "device_count") or 0)
     try:
-        return [str(name_of(at)) for at in range(count)]
+        return [str(name_of(index)) for index in range(count)]
     except Exception as error:
         entry.failed("could not name its devices", error)
         return []
@@ -213,9 +213,11 @@ def _show(report: dict[str, Any], console: Console) -> None:
     for column in ("platform", "plugin", "available", "devices"):
         table.add_column(column, overflow="fold")
     for entry in report["platforms"]:
-        yes = entry["available"]
+        is_available = entry["available"]
         state = (
-            Text("yes", style="green") if yes else Text(f"no: {entry['reason']}", style="yellow")
+            Text("yes", style="green")
+            if is_available
+            else Text(f"no: {entry['reason']}", style="yellow")
         )
         driver = f", driver {entry['driver']}" if entry["driver"] else ""
         devices = f"{', '.join(dict.fromkeys(entry['devices']))}{driver}"

@@ -20,7 +20,7 @@ from graphrt.core.plan.resolution import UNNAMED
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What a host would configure; `attention` are texts that `parse_attention` reads."""
+    """The options of `graphrt plan`; `attention` are texts that `parse_attention` reads."""
 
     arguments: PlanArguments
     attention: tuple[str, ...]

@@ -45,7 +45,7 @@ raw_stream_of: Callable[[int], int] = NAMES.take(
     without="nothing can be replayed, as the current stream is asked for before",
     build="cuda",
 )
-"""The current stream of a device as the driver's handle: what a replay calls."""
+"""The driver's handle of a device's current stream: every replay asks for it."""
 
 current_device: Callable[[], int] = NAMES.take(
     "torch._C._cuda_getDevice",

@@ -35,7 +35,7 @@ _ROPE_KEYS = {"default": (), "linear": _LLAMA3[:1], "llama3": _LLAMA3}
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a decoder is built from; `weights` are named by `tensor_shapes(config)`."""
+    """The config and weights of a decoder; `weights` are named by `tensor_shapes(config)`."""
 
     config: DecoderConfig
     weights: dict[str, Tensor]
@@ -106,8 +106,8 @@ def _decoder_config(raw: dict[str, Any], path: Path) -> DecoderConfig:
     def number(key: str, default: float | None = None, kind: type[int] | type[float] = int) -> Any:
         value = default if (raw | rope).get(key) is None else (raw | rope)[key]
         most = _MOST_COUNTS if key in _COUNTS else _MOST_WIDTH
-        whole = isinstance(value, (int, kind)) and not isinstance(value, bool)
-        if not whole or not 0 < value <= most:  # type: ignore[operator]
+        is_number = isinstance(value, (int, kind)) and not isinstance(value, bool)
+        if not is_number or not 0 < value <= most:  # type: ignore[operator]
             expected = f"a positive {kind.__name__}, at most {most}"
             raise CheckpointError(
                 f"{path}: bad or missing {key!r}", got=shown(value), expected=expected

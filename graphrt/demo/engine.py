@@ -24,7 +24,8 @@ class OutOfPagesError(GraphRTError, MemoryError):
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """`num_pages` counts the dummy page 0, which padding writes to; `context` is in tokens."""
+    """The sizes of batches and of the KV cache. `num_pages` counts the dummy page 0, which padding
+    writes to; `context` is in tokens."""
 
     max_num_reqs: int = 8
     max_num_tokens: int = 64
@@ -39,7 +40,7 @@ class EngineLimits:
 
 @dataclass
 class Request:
-    """`tokens` are the prompt and what was generated; `computed` of them are in the cache."""
+    """One prompt and its generated text: both are in `tokens`, `computed` of them in the cache."""
 
     tokens: list[int]
     prompt_len: int
@@ -76,7 +77,7 @@ class Engine:
         decode_updates: Callable[[Sequence[int]], Any] | None = None, *, eager: bool = False,
     ) -> None:  # fmt: skip
         """`decode_updates` makes the updates of a decode step from the lengths in the cache. With
-        `eager` every step runs eagerly on what its graph would read."""
+        `eager` every step runs eagerly on the padded inputs that its graph would read."""
         self.runner, self.limits = runner, limits
         self.eos_ids, self.keep_logits = eos_ids, keep_logits
         self.eager = eager
@@ -124,8 +125,10 @@ class Engine:
         logits, dispatch = self._run(batch, inputs, **updates)
         sampled = logits.argmax(dim=-1).tolist()
         seconds = time.perf_counter() - start
-        kept = logits.to("cpu", copy=True) if self.keep_logits else None
-        self.steps.append(StepRecord(dispatch, batch.num_tokens, len(scheduled), seconds, kept))
+        kept_logits = logits.to("cpu", copy=True) if self.keep_logits else None
+        self.steps.append(
+            StepRecord(dispatch, batch.num_tokens, len(scheduled), seconds, kept_logits)
+        )
         for (request, count), token in zip(scheduled, sampled, strict=True):
             request.computed += count
             if not request.remaining:
@@ -188,18 +191,18 @@ def inputs_of(scheduled: Sequence[tuple[Request, int]], limits: EngineLimits) ->
 def random_step(
     batch: Batch, limits: EngineLimits, vocab: int, generator: torch.Generator
 ) -> list[tuple[Request, int]]:
-    """Requests for a step of `batch`, with random tokens and something in the cache before."""
+    """Requests for a step of `batch`, with random tokens, some of them in the cache already."""
     reqs = batch.num_reqs or min(batch.num_tokens, limits.max_num_reqs)
     scheduled = []
     for request in range(reqs):
         count = (batch.num_tokens + request) // reqs
-        before = int(
+        cached = int(
             torch.randint(max(limits.context - count, 1), (), generator=generator, device="cpu")
         )
-        length = before + count
+        length = cached + count
         tokens = torch.randint(vocab, (length,), generator=generator, device="cpu").tolist()
         pages = limits.pages(limits.context)
         first = 1 + request * pages
         pages_of_request = list(range(first, first + limits.pages(length)))
-        scheduled.append((Request(tokens, length, limits.context, before, pages_of_request), count))
+        scheduled.append((Request(tokens, length, limits.context, cached, pages_of_request), count))
     return scheduled

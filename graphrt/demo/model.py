@@ -98,7 +98,7 @@ def _is_decode() -> bool:
 
 
 class Decoder:
-    """Inference only: the weights are shared with the caller and never written."""
+    """A decoder's forward, for inference: its weights are the caller's, and are never written."""
 
     def __init__(
         self, config: DecoderConfig, weights: Mapping[str, Tensor], context: int,
@@ -147,7 +147,7 @@ class Decoder:
 
 
 def layer_weights(config: DecoderConfig, weights: Mapping[str, Tensor], index: int) -> LayerWeights:
-    """The weights of layer `index`, with what is multiplied together in one tensor."""
+    """The weights of layer `index`; those that one product uses are joined in one tensor."""
 
     def fused(name: str, *parts: str) -> dict[str, Tensor]:
         biases = [of_layer[f"{part}.bias"] for part in parts if f"{part}.bias" in of_layer]

@@ -128,8 +128,8 @@ def run_prompts(
     *,
     eager: bool = False,
 ) -> Run:
-    """Capture, then generate from an empty cache until every prompt is finished; `eager` on what
-    the graphs would read."""
+    """Capture, then generate from an empty cache until every prompt is finished; with `eager` by
+    eager steps on the padded inputs that graphs would read."""
     with make_runner(setup, options) as runner:
         fused = setup.decoder.decode_attention
         in_full = fused is not None and runner.mode.decode_mode is not GraphMode.PIECEWISE

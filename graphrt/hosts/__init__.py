@@ -1,4 +1,4 @@
-"""Thin adapters by which inference engines that exist use graphrt. None is imported by itself.
+"""Thin adapters through which existing engines use graphrt. graphrt itself imports none of them.
 
 `graphrt.hosts.vllm`, `graphrt.hosts.vllm_ascend`: the graphs of these engines.
 `graphrt.hosts.diffusers`: the denoisers of pipelines.

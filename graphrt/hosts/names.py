@@ -29,14 +29,14 @@ def is_known(version: str, known: Iterable[str]) -> bool:
 
 
 def missing_names(names: Mapping[str, Iterable[str]]) -> Iterator[str]:
-    """Of dotted names by their module, those that are not there."""
+    """The names, given by module, that do not exist."""
     for module, paths in names.items():
         yield from (f"{module}.{path}" for path in paths if find(module, path) is MISSING)
 
 
 def missing_arguments(arguments: Mapping[tuple[str, str], Iterable[str]]) -> Iterator[str]:
-    """Of arguments by the module and the dotted name of their function, those that it does not
-    take; the function, if it is not there."""
+    """The arguments, given by module and dotted name of a function, that the function does not
+    take; the function itself, if it does not exist."""
     for (module, path), expected in arguments.items():
         function = find(module, path)
         if function is MISSING:

@@ -18,12 +18,12 @@ def mla_options(options: dict[str, Any]) -> dict[str, Any]:
     if options.get("qseqlen") is not None:
         options = {"calc_type": "calc_type_spec", **options}
     calc_type = options.get("calc_type")
-    for name, wanted in _WANTED.items():
-        if options.get(name) is not None and calc_type != wanted:
+    for name, needed_type in _WANTED.items():
+        if options.get(name) is not None and calc_type != needed_type:
             raise InvalidInputError(
                 f"{name!r} would be passed over by npu_multi_head_latent_attention",
                 got=calc_type,
-                expected=f"calc_type={wanted!r}",
+                expected=f"calc_type={needed_type!r}",
                 advice="pass that calc_type, or leave the argument out",
             )
     return options

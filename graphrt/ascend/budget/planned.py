@@ -31,7 +31,7 @@ class PlannedStreams:
     pieces: int
     terms: tuple[tuple[str, int], ...]
     formula_sizes: tuple[int, ...] | None
-    """What `update_aclgraph_sizes` keeps of the piecewise sizes; None in the structural model."""
+    """The piecewise sizes that `update_aclgraph_sizes` keeps; None in the structural model."""
 
     def lines(self) -> list[str]:
         """The sum, line by line."""

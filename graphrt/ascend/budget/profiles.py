@@ -121,7 +121,7 @@ class Profile:
         return self.pieces(model) * self._parts(model)
 
     def terms(self, model: Deployment, full_graphs: int = 0) -> tuple[tuple[str, int], ...]:
-        """The streams of a device and what is kept free of them, by name."""
+        """The streams of a device, and those that this version keeps free, with the reason."""
         terms = [("ACL-graph design, 2048 less what it keeps free", self.streams)]
         if self.full_graphs and full_graphs:
             terms.append(("full graphs, one each", -full_graphs))
@@ -235,7 +235,7 @@ def evenly_spaced(sizes: tuple[int, ...], count: int) -> tuple[int, ...]:
     if count <= 1:
         return sizes[-1:]
     step = (len(sizes) - 1) / (count - 1)
-    return tuple(sizes[round(at * step)] for at in range(count - 1)) + sizes[-1:]
+    return tuple(sizes[round(index * step)] for index in range(count - 1)) + sizes[-1:]
 
 
 def _communicating(model: Deployment) -> int:

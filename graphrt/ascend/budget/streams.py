@@ -32,11 +32,11 @@ _QUEUE_HEADROOM = 32
 
 @dataclass(frozen=True)
 class Device:
-    """What a generation of NPUs gives a capture; queue entries are SQEs, one for a kernel."""
+    """The limits of a generation of NPUs for captures; queue entries are SQEs, one for a kernel."""
 
     name: str
     prefixes: tuple[str, ...]
-    """How torch_npu's names of such devices begin."""
+    """Prefixes of torch_npu's names of such devices."""
     streams: int
     """Documented streams of a device, shared by all processes on it."""
     queue_depth: int = 2048
@@ -80,7 +80,7 @@ DEVICES = {
         Device("A2", ("Ascend910B", "Ascend910"), 1984),
     )
 }
-"""By the name of the generation; the first one with a fitting prefix is meant."""
+"""Generation -> device, in the order in which prefixes are tried."""
 
 
 def device_of(name: str) -> Device:

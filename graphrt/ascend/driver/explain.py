@@ -47,7 +47,7 @@ _TEXTS: tuple[tuple[re.Pattern[str], Cause], ...] = (
         NO_STREAMS,
     ),
     (re.compile(r"NPU out of memory", re.I), NO_MEMORY),
-    # Where they are not supported, torch_npu only warns, and goes on without a handle.
+    # Without support for if-nodes torch_npu only warns, and goes on without a handle.
     (
         re.compile(
             r"AclmdlRI(?:CondHandle|AddCond|CaptureToModel)\w+\([^\n]*error code is [12]07000"

@@ -136,7 +136,7 @@ def named(call: Callable[[], object]) -> None:
 
 
 def check_replayed() -> None:
-    """Raise `LaunchQueueError` behind a replay if its inputs did not go through the queue."""
+    """Raise `LaunchQueueError`, behind a replay, if the queue has ended since `check_queue`."""
     for launching in _launching:
         launching.end()
 
@@ -187,7 +187,8 @@ def queue_ended() -> LaunchQueueError:
 
 
 def _noticed() -> LaunchQueueError:
-    """The same where the thread shows it: remembers torch_npu's error, if that is yet to come."""
+    """The same, where the thread's CPU time showed it: first notes torch_npu's own error, if that
+    was not raised yet."""
     try:
         _wait_for_queue(torch_npu().npu.default_stream())
     except RuntimeError as error:
@@ -211,7 +212,7 @@ def _threads_now() -> list[_Thread]:
     for number in numbers:
         try:
             text = (_TASKS / number / "stat").read_text()
-        except OSError:  # it has ended meanwhile
+        except OSError:  # the thread has ended meanwhile
             continue
         name, _, rest = text[text.index("(") + 1 :].rpartition(")")
         threads.append(_Thread(int(rest.split()[_START_TICKS]), int(number), name.lower()))

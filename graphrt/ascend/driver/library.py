@@ -77,7 +77,7 @@ def versions() -> dict[str, str]:
 
 
 def device_name() -> str:
-    """What torch_npu calls the current device."""
+    """torch_npu's name of the current device."""
     return str(torch_npu().npu.get_device_name())
 
 

@@ -26,7 +26,7 @@ class TaskHandle:
 
 
 class Groups:
-    """Task groups that are begun, ended and updated by the public functions of torch_npu."""
+    """Captures and updates tasks by torch_npu's public functions for task groups."""
 
     def __init__(self, npu: Any) -> None:
         self._npu = npu
@@ -47,10 +47,10 @@ class Groups:
     def _create(self, event: Any, capturing: Any) -> None:
         """Record an event on a stream beside the capture. Without a value wait torch_npu creates an
         event at its first record, and a wait before that is ignored: no replay would wait."""
-        aside = next(s for s in (self._npu.Stream() for _ in range(2)) if s != capturing)
-        event.record(aside)
-        event.reset(aside)
-        self._aside.append(aside)
+        side_stream = next(s for s in (self._npu.Stream() for _ in range(2)) if s != capturing)
+        event.record(side_stream)
+        event.reset(side_stream)
+        self._aside.append(side_stream)
 
     def settle(self) -> None:
         """Wait after a capture for the resets of `_create`: one that is still under way would take
@@ -70,7 +70,7 @@ class Groups:
                 self._npu.graph_task_group_end(self._npu.current_stream())
 
     def issue(self, graph: Any, stream: Any, update: TaskUpdate) -> None:
-        """Issue the task anew on `stream`, which is current, and signal it."""
+        """Issue the task again on `stream`, which is current, and signal it."""
         try:
             # Inside the `try`, as an interrupt may come right after it.
             self._npu.graph_task_update_begin(stream, update.handle.group)
@@ -86,7 +86,7 @@ class Groups:
 
 
 class AutoDispatch:
-    """Task groups of torch_npu's `auto_dispatch_capture`, updated by `NPUGraph.update`.
+    """Captures and updates tasks by torch_npu's `auto_dispatch_capture` and `NPUGraph.update`.
 
     torch_npu updates on one stream for the whole process, in no order with the replay, ignores
     unknown names, and leaves its update open when the operator raises; so it is handed one record
@@ -122,15 +122,15 @@ class AutoDispatch:
     def end(self, graph: Any) -> TaskHandle:
         mode = graph.graph_dispatch_mode
         mode.__exit__(None, None, None)
-        new = mode.graph_dispatch_records[self._open.pop(graph) :]
-        if len(new) != 1:
+        new_records = mode.graph_dispatch_records[self._open.pop(graph) :]
+        if len(new_records) != 1:
             raise TaskContractError(
                 "a task is not one operator that torch_npu has a handler for",
-                got=[record.op_cache_entry.__name__ for record in new],
+                got=[record.op_cache_entry.__name__ for record in new_records],
                 expected="one operator of register_npu_graph_handler()",
                 advice="update_strategy='groups' takes any operator",
             )
-        return TaskHandle(new[0].handle, new[0].event, new[0])
+        return TaskHandle(new_records[0].handle, new_records[0].event, new_records[0])
 
     def settle(self) -> None:
         """Nothing to wait for."""
@@ -143,7 +143,7 @@ class AutoDispatch:
                 self._npu.graph_task_group_end(self._npu.current_stream())
 
     def issue(self, graph: Any, stream: Any, update: TaskUpdate) -> None:
-        """Let torch_npu issue the task anew on `stream` and signal it."""
+        """Let torch_npu issue the task again on `stream` and signal it."""
         record, mode = update.handle.record, graph.graph_dispatch_mode
         values = _as_recorded(update, record)
         records = mode.graph_dispatch_records
@@ -173,9 +173,9 @@ def _as_recorded(update: TaskUpdate, record: Any) -> dict[str, Any]:
                 expected=sorted(recorded),
                 advice="update_strategy='groups'",
             )
-        before = recorded[name]
-        if isinstance(before, torch.Tensor) and isinstance(value, list):
-            value = torch.tensor(value, dtype=before.dtype, device="cpu")
+        recorded_value = recorded[name]
+        if isinstance(recorded_value, torch.Tensor) and isinstance(value, list):
+            value = torch.tensor(value, dtype=recorded_value.dtype, device="cpu")
         arguments[name] = value
     return arguments
 

@@ -51,7 +51,7 @@ class UpdateWindow:
         self._watched = watched
 
     def signal(self, update: TaskUpdate) -> None:
-        """Let the graph go on with `update`, whose operators were issued anew on the stream.
+        """Let the graph run the task of `update`, whose operators were issued again on the stream.
 
         Raises `TaskContractError` for one that is no task of the graph, or that is signalled.
         """

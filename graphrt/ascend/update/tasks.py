@@ -58,10 +58,10 @@ class Tasks:
         self._streams: WeakKeyDictionary[GraphMemory, UpdateStream] = WeakKeyDictionary()
         # graph -> the event behind its last replay, for which the next update waits.
         self._replayed: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-        # Launched before their update. Kept alive: the device waits for their signals, even if the
-        # host has let go of them.
+        # graph -> its launch, which waits for an update. Not weak: the device waits for the signals
+        # even if the host has dropped the graph.
         self._launched: dict[Any, Launch] = {}
-        # Updated before their launch.
+        # graph -> its update, which came before the launch.
         self._ahead: WeakKeyDictionary[Any, Ahead] = WeakKeyDictionary()
 
     def begin(self, graph: Any) -> None:
@@ -107,7 +107,7 @@ class Tasks:
                 else:
                     self._launch(graph, current, watched)
                     self._update(graph, updating.stream, updates, changed, watched)
-            except BaseException:  # `undoing`, written out: on the way of steps with tasks
+            except BaseException:  # `@undoing` written out, as every step with tasks comes here
                 self._settle(updating.stream, current, updates)
                 if watched is not None and self._watchdog is not None and not watched.is_launched:
                     self._watchdog.drop(watched)
@@ -137,7 +137,7 @@ class Tasks:
                 if ahead is None:
                     self._launched[graph] = Launch(updating, fence, current, watched)
                     updating.awaited = weakref.ref(graph)
-            except BaseException:  # `undoing`, written out: on the way of steps with tasks
+            except BaseException:  # `@undoing` written out, as every step with tasks comes here
                 self._settle(updating.stream, current, updates)
                 if watched is not None and self._watchdog is not None and not watched.is_launched:
                     self._watchdog.drop(watched)
@@ -150,7 +150,7 @@ class Tasks:
         with self._stream_of(graph, launch, launch.stream) as updating:
             try:
                 self._update(graph, updating.stream, updates, changed, launch.watched)
-            except BaseException:  # `undoing`, written out: on the way of steps with tasks
+            except BaseException:  # `@undoing` written out, as every step with tasks comes here
                 self._settle(updating.stream, launch.stream, updates)
                 raise
 
@@ -235,9 +235,11 @@ class Tasks:
                     if watched is not None:
                         watched.updating(update.name)
                     if watching:
-                        before = self._allocations.begin(stream)
+                        allocations_before = self._allocations.begin(stream)
                         self._brackets.issue(graph, stream, update)
-                        none_allocated &= self._allocations.check(update.name, stream, before)
+                        none_allocated &= self._allocations.check(
+                            update.name, stream, allocations_before
+                        )
                     elif changed:
                         self._brackets.issue(graph, stream, update)
                     else:
@@ -273,7 +275,7 @@ class Tasks:
                 event.record(current)
                 event.wait(current)
                 event.reset(current)
-        # Else the next update could signal before `current` has taken these signals.
+        # Without it the next update could signal before `current` has taken these signals.
         updating.wait_stream(current)
 
     @contextmanager
@@ -290,8 +292,8 @@ class Tasks:
     def _stream_of(
         self, graph: Any, begun: Launch | Ahead | None, current: Any
     ) -> Iterator[UpdateStream]:
-        """The same for a step that has begun: its own stream or, if that was left meanwhile, a new
-        one that waits for the step's fence."""
+        """`_locked_stream` for a step that has begun: its own stream or, if pools must not use that
+        any more, a new one that waits for the step's fence."""
         if begun is not None:
             with begun.updating.lock:
                 if not begun.updating.is_left:

@@ -365,7 +365,7 @@ def asked_device(kind: str, device: Any) -> torch.device:
 
 
 def check_exists(device: torch.device, kind: str) -> None:
-    """Raise `InvalidOptionError` if torch has no such device, where one of `kind` could be meant."""
+    """Raise `InvalidOptionError` if torch has no such device; `kind` is that of the platform."""
     try:
         torch.empty(0, device=device)
     # A torch that was built without a device asserts.

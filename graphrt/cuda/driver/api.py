@@ -41,7 +41,7 @@ def capture_is_invalidated(stream: int) -> bool:
 
 
 def captured_nodes(stream: int) -> int | None:
-    """How many nodes the capture open on `stream` has; None if that cannot be told."""
+    """How many nodes the capture open on `stream` has; None without the driver, or a capture."""
     if _library() is None:
         return None
     graph = capture_dependencies(stream)[0]

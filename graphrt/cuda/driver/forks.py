@@ -16,7 +16,7 @@ from graphrt.cuda.private_torch import Wait, replace_event_wait
 
 
 class ForkWatch:
-    """Notes every wait for an event during a capture: that is how streams fork and join.
+    """Finds unjoined streams by every wait for an event in a capture, which forks or joins them.
 
     torch has no hook for it, so `Event.wait` is replaced while any capture is open. Threads that
     capture nothing are not noted. Threads may capture at the same time, each on its own device.

@@ -162,7 +162,7 @@ def edges(graph: int) -> list[tuple[int, int, bytes]]:
 def is_chain(nodes: Sequence[int]) -> bool:
     """Whether each node waits for the one before it, and for nothing else."""
     ask = need().cuGraphNodeGetDependencies_v2
-    for before, node in pairwise(nodes):
+    for predecessor, node in pairwise(nodes):
         count = ctypes.c_size_t(0)
         check("cuGraphNodeGetDependencies", ask(pointer(node), None, None, ctypes.byref(count)))
         if count.value != 1:
@@ -170,7 +170,7 @@ def is_chain(nodes: Sequence[int]) -> bool:
         dependencies, kind = (ctypes.c_void_p * 1)(), (ctypes.c_char * 8)()
         status = ask(pointer(node), dependencies, kind, ctypes.byref(count))
         check("cuGraphNodeGetDependencies", status)
-        if dependencies[0] != before:
+        if dependencies[0] != predecessor:
             return False
     return True
 

@@ -34,7 +34,7 @@ _END, _BUFFER, _BUFFER_SIZE = 0, 1, 2  # CU_LAUNCH_PARAM_*
 
 
 def pointers_of(graph: int) -> GraphPointers:
-    """What the kernels, copies and fills of a template hold, those of its child graphs too.
+    """The possible addresses in kernels, copies and fills of a template and its child graphs.
 
     Unread are nodes of other kinds that may touch memory (host functions, conditional bodies, waits
     and writes of memory), and kernels where the driver does not tell the sizes of arguments, as
@@ -90,7 +90,7 @@ class _Scan:
 
 
 class _Layout:
-    """Which arguments of a function have room for an address."""
+    """Reads the arguments of a function that have room for an address."""
 
     def __init__(self, sizes: Iterable[int]) -> None:
         sizes = list(sizes)

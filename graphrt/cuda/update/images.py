@@ -22,7 +22,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 class Image(NamedTuple):
-    """What one node does: two nodes with equal images do the same.
+    """The parameters of one node: two nodes with equal images do the same.
 
     `launch` is how a kernel is launched (function, kernel, context, grid, block, shared bytes). The
     arguments of a kernel are in `data` one after the other, each at a multiple of eight bytes. The
@@ -58,11 +58,11 @@ def image_of(kind: int, launch: tuple[Any, ...], arguments: Iterable[bytes]) -> 
 
 
 def offsets(sizes: Sequence[int]) -> list[int]:
-    """Where each argument begins in the data of an image."""
-    starts, at = [], 0
+    """The offset of each argument in the data of an image."""
+    starts, offset = [], 0
     for size in sizes:
-        starts.append(at)
-        at += size + -size % ALIGNMENT
+        starts.append(offset)
+        offset += size + -size % ALIGNMENT
     return starts
 
 

@@ -15,7 +15,7 @@ from graphrt.cuda.update.node_parameters import Setting, WholeSetting
 
 @dataclass(slots=True)
 class UpdateCounts:
-    """What `UpdateFigures` are made of."""
+    """Counts the updates of one memory's tasks, for `UpdateFigures`."""
 
     patches: int = 0
     shared_patches: int = 0
@@ -39,7 +39,7 @@ _FIGURES = fields(UpdateFigures)
 
 
 class Calls(Protocol):
-    """What is asked of the driver: see `NodeCalls`."""
+    """The driver's calls that a ladder needs: see `NodeCalls`."""
 
     set_kernel: Any
 
@@ -55,7 +55,7 @@ class Calls(Protocol):
 
 
 class TaskNode:
-    """A node of a captured task: what it was captured with (`base`), and what it has now.
+    """A node of a captured task: its parameters at the capture (`base`) and now (`applied`).
 
     `base` is None if the driver does not tell; `Ladder.give_directly` sets such a node.
     """
@@ -86,7 +86,7 @@ class TaskNode:
 
 
 class Ladder:
-    """The ways to give one graph's executable new parameters, tried in order; each is counted.
+    """Gives one graph's executable new parameters, in the first way that the driver accepts.
 
     A round sets one node after the other, and `settle` ends it. If the driver refused a node, the
     template gets all parameters, and the executable is updated from the whole template, else
@@ -198,7 +198,7 @@ class Ladder:
         self._switch_again(graph)
 
     def forget(self) -> None:
-        """Set every node anew in the next round, as this one was left half-way."""
+        """Make the next round set every node, as this one was left half-way."""
         for node in self.nodes:
             node.applied = None
 

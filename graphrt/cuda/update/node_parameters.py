@@ -53,14 +53,14 @@ class WholeSetting:
     def __init__(self, image: Image) -> None:
         self._buffer = _buffer_of(image.data)
         self._bytes = memoryview(self._buffer).cast("B")
-        addresses = [self.address(at) for at in offsets(image.sizes)]
+        addresses = [self.address(offset) for offset in offsets(image.sizes)]
         self.parameters = _Parameters(image.kind, addresses, self._buffer)
         self.parameters.set_launch(image)
         self.reference = self.parameters.reference
         self.image = image
 
     def address(self, offset: int) -> int:
-        """Where the byte at `offset` of the data is."""
+        """The address of the byte at `offset` of the data."""
         return ctypes.addressof(self._buffer) + offset
 
     def load(self, image: Image) -> None:
@@ -87,8 +87,8 @@ class SharedSetting(WholeSetting):
         super().__init__(image)
         self._runs: list[slice] = []
         self.mixed: list[bool] = []
-        for at, size in zip(offsets(image.sizes), image.sizes, strict=True):
-            first, end = at // WORD, (at + size + WORD - 1) // WORD
+        for offset, size in zip(offsets(image.sizes), image.sizes, strict=True):
+            first, end = offset // WORD, (offset + size + WORD - 1) // WORD
             # A copy's or fill's parameters are one struct: a layer cannot take parts from here.
             mixed = image.kind != KERNEL or not unshared.isdisjoint(range(first, end))
             self.mixed.append(mixed)
@@ -113,8 +113,8 @@ class PatchedSetting:
         self._buffer = _buffer_of(base.data)
         self._bytes = memoryview(self._buffer).cast("B")
         addresses = [
-            ctypes.addressof(self._buffer) + at if mixed else shared.address(at)
-            for at, mixed in zip(offsets(base.sizes), shared.mixed, strict=True)
+            ctypes.addressof(self._buffer) + offset if mixed else shared.address(offset)
+            for offset, mixed in zip(offsets(base.sizes), shared.mixed, strict=True)
         ]
         self._parameters = _Parameters(base.kind, addresses, self._buffer)
         self._parameters.set_launch(base)
@@ -124,7 +124,7 @@ class PatchedSetting:
 
     def load(self, image: Image) -> None:
         shared = self._shared
-        # Another layer may have loaded another image since.
+        # `shared` has the image that some layer loaded last.
         if shared.image is not image:
             shared.load(image)
         before = self._image

@@ -62,7 +62,7 @@ class Known:
 
 
 class Family:
-    """Tasks of one graph that are alike: issued alike, and captured as the same launches.
+    """Updates tasks of one graph that were issued alike and captured as the same launches.
 
     `layers` are the nodes of each, `indices` their indices among the tasks of the graph. `alike`
     says whether layers may be patched; None until enough sets were compared.
@@ -97,12 +97,12 @@ class Family:
 
     def give(self, prepared: Sequence[tuple[Known, list[int]]], ladder: Ladder) -> None:
         """Give the layers their prepared parameters, unless they have them already."""
-        for known, numbers in prepared:
-            if known.patched is not None:
-                self._give_patched(known.patched, known.issuer, numbers, ladder)
+        for remembered, numbers in prepared:
+            if remembered.patched is not None:
+                self._give_patched(remembered.patched, remembered.issuer, numbers, ladder)
                 continue
             for number in numbers:
-                for node, image in zip(self._layers[number], known.whole[number], strict=True):
+                for node, image in zip(self._layers[number], remembered.whole[number], strict=True):
                     if node.applied is not image:
                         ladder.give(node, node.whole(image), image)
 
@@ -133,35 +133,35 @@ class Family:
         issue: Issue,
     ) -> Known:
         key = key_of(values)
-        known = None if key is None else self._known.get(key)
-        if known is None:
-            known = Known()
+        remembered = None if key is None else self._known.get(key)
+        if remembered is None:
+            remembered = Known()
         missing = []
-        if known.patched is None:
-            missing = [number for number in numbers if number not in known.whole]
+        if remembered.patched is None:
+            missing = [number for number in numbers if number not in remembered.whole]
         self._counts.memo_hits += len(numbers) - len(missing)
         if missing:
-            self._fill(known, missing, updates, issue)
-            self._remember(key, known)
-        return known
+            self._fill(remembered, missing, updates, issue)
+            self._remember(key, remembered)
+        return remembered
 
     def _fill(
-        self, known: Known, missing: list[int], updates: Sequence[TaskUpdate], issue: Issue
+        self, remembered: Known, missing: list[int], updates: Sequence[TaskUpdate], issue: Issue
     ) -> None:
-        if self.alike and not known.whole:
+        if self.alike and not remembered.whole:
             issuer, missing = missing[0], missing[1:]
             images = issue(updates[self.indices[issuer]])
             if self._keeps_own_words(issuer, images):
-                self._latest = known.patched = tuple(map(_same_if_equal, self._latest, images))
-                known.issuer = issuer
+                self._latest = remembered.patched = tuple(map(_same_if_equal, self._latest, images))
+                remembered.issuer = issuer
                 return
             self._counts.self_check_failures += 1
-            known.whole[issuer] = images
+            remembered.whole[issuer] = images
         for number in missing:
             images = issue(updates[self.indices[number]])
-            known.whole[number] = tuple(map(_same_if_equal, self._bases[number], images))
-        if self.alike is None and len(known.whole) == len(self._layers):
-            self._check(known)
+            remembered.whole[number] = tuple(map(_same_if_equal, self._bases[number], images))
+        if self.alike is None and len(remembered.whole) == len(self._layers):
+            self._check(remembered)
 
     def _keeps_own_words(self, number: int, images: Images) -> bool:
         """Whether patching the layer from itself would change nothing."""
@@ -171,11 +171,11 @@ class Family:
         """The images to which `images` of another layer would patch this one."""
         return tuple(map(patched, self._bases[number], self._own, images))
 
-    def _check(self, known: Known) -> None:
+    def _check(self, remembered: Known) -> None:
         """Compare the images that all layers were issued with to those that patching would give."""
-        source = known.whole[0]
+        source = remembered.whole[0]
         self._counts.self_checks += 1
-        for number, images in known.whole.items():
+        for number, images in remembered.whole.items():
             if self._predicted(number, source) != images:
                 self._counts.self_check_failures += 1
                 self.alike = False
@@ -184,7 +184,7 @@ class Family:
         if source not in self._checked:
             self._checked.append(source)
             if len(self._checked) > CHECKS:
-                self._join(known)
+                self._join(remembered)
 
     def _join(self, checked: Known) -> None:
         """From now on one layer is issued for all."""
@@ -198,16 +198,16 @@ class Family:
                     for nodes, base in zip(self._layers, bases, strict=True)
                 ]
             )
-        for known in (checked, *self._known.values()):
-            if len(known.whole) == len(self._layers):
-                known.patched = known.whole[0]
-                known.whole = {}
+        for remembered in (checked, *self._known.values()):
+            if len(remembered.whole) == len(self._layers):
+                remembered.patched = remembered.whole[0]
+                remembered.whole = {}
         self._latest = checked.patched or self._latest
 
-    def _remember(self, key: Hashable | None, known: Known) -> None:
+    def _remember(self, key: Hashable | None, remembered: Known) -> None:
         if key is None:
             return
-        self._known[key] = known
+        self._known[key] = remembered
         images = len(self._own) * (1 if self.alike else len(self._layers))
         most = max(8, min(REMEMBERED, REMEMBERED_IMAGES // max(images, 1)))
         while len(self._known) > most:
@@ -219,8 +219,8 @@ def _base(node: TaskNode) -> Image:
     return node.base
 
 
-def _same_if_equal(known: Image, image: Image) -> Image:
+def _same_if_equal(existing: Image, image: Image) -> Image:
     # Images and launches are compared by identity later, so equal ones become one object.
-    if image == known:
-        return known
-    return image._replace(launch=known.launch) if image.launch == known.launch else image
+    if image == existing:
+        return existing
+    return image._replace(launch=existing.launch) if image.launch == existing.launch else image

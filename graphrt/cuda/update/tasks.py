@@ -50,7 +50,7 @@ _FIXED_ATTRIBUTES = (2, 4)
 
 
 class TaskHandle:
-    """The nodes of one captured task, and what no update may change about them."""
+    """The nodes of one captured task, and the attributes that no update may change (`fixed`)."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class TaskHandle:
         self.homes: Homes | None = None
 
     def captured_as(self, images: Sequence[Image | None]) -> None:
-        """Take what the nodes were captured with."""
+        """Note the parameters that the nodes were captured with."""
         for node, image in zip(self.nodes, images, strict=True):
             node.captured_as(image)
         bases = tuple(image for image in images if image is not None)
@@ -77,7 +77,7 @@ class TaskHandle:
 
 
 class Recorder:
-    """Issues tasks again, each in a capture of its own, and reads what that recorded."""
+    """Issues tasks again, each in its own capture, and reads the parameters of the new nodes."""
 
     def __init__(self, counts: UpdateCounts) -> None:
         self._counts = counts
@@ -176,7 +176,7 @@ class Recorder:
 
 
 class GraphTasks:
-    """All tasks of one captured graph, sorted into families of layers that are alike."""
+    """Updates all tasks of one captured graph, by families of layers that are alike."""
 
     def __init__(self, recorder: Any, calls: Calls, counts: UpdateCounts) -> None:
         self.ladder = Ladder(calls, counts)
@@ -229,8 +229,8 @@ class GraphTasks:
                 self._unreadable.append(index)
                 continue
             launches = tuple((image.launch, image.sizes) for image in handle.bases)
-            alike = update.likeness(), tuple(handle.kinds), tuple(handle.fixed), launches
-            groups.setdefault(alike, []).append(index)
+            likeness = update.likeness(), tuple(handle.kinds), tuple(handle.fixed), launches
+            groups.setdefault(likeness, []).append(index)
         return [
             Family([updates[index].handle.nodes for index in indices], indices, self._counts)
             for indices in groups.values()
@@ -238,12 +238,12 @@ class GraphTasks:
 
 
 class Tasks:
-    """The tasks of open captures, and the updates of captured ones."""
+    """Notes the nodes of tasks in captures, and updates them before replays."""
 
     def __init__(self) -> None:
         # graph -> the nodes that were captured before its open task.
         self._before: dict[Any, set[int]] = {}
-        # Read in captures only, so it is weak; for replays each handle holds its graph's tasks.
+        # graph -> its tasks. Weak, as only captures look here: handles hold the tasks for replays.
         self._graphs: WeakKeyDictionary[Any, GraphTasks] = WeakKeyDictionary()
 
     def begin(self, graph: Any, counts: UpdateCounts) -> None:
@@ -253,10 +253,10 @@ class Tasks:
         self._before[graph] = set(nodes_of(capture_dependencies(stream)[0]))
 
     def end(self, graph: Any) -> TaskHandle:
-        before = self._before.pop(graph)
+        nodes_before = self._before.pop(graph)
         stream = torch.cuda.current_stream().cuda_stream
-        now = nodes_of(capture_dependencies(stream)[0])
-        return self._graphs[graph].add([node for node in now if node not in before])
+        nodes = nodes_of(capture_dependencies(stream)[0])
+        return self._graphs[graph].add([node for node in nodes if node not in nodes_before])
 
     def abort(self, graph: Any) -> None:
         self._before.pop(graph, None)

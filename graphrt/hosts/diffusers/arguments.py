@@ -50,8 +50,8 @@ def read_call(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, An
 def _by_name(
     names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any]]:
-    for place, value in enumerate(args):
-        yield names[place] if place < len(names) else str(place), value
+    for index, value in enumerate(args):
+        yield names[index] if index < len(names) else str(index), value
     yield from kwargs.items()
 
 
@@ -70,8 +70,8 @@ def _read(
             _read(f"{path}/{key}", item, tensors, signature)
     elif kind in (list, tuple):
         signature.append((path, kind, len(value)))
-        for place, item in enumerate(value):
-            _read(f"{path}/{place}", item, tensors, signature)
+        for index, item in enumerate(value):
+            _read(f"{path}/{index}", item, tensors, signature)
     elif kind is float:
         # As text: nan equals nothing, and -0.0 equals 0.0.
         signature.append((path, float, value.hex()))
@@ -96,10 +96,10 @@ class _OfTensor(NamedTuple):
 
 
 class Template:
-    """A call without its tensors."""
+    """A call without its tensors, to be made again with others."""
 
     def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Of a call that `read_call` takes."""
+        """`args` and `kwargs` are those of a call that `read_call` takes."""
         places = iter(range(1 << 62))
         self._call = _mapped(_TENSORS, lambda _: _Place(next(places)), (list(args), dict(kwargs)))
 

@@ -110,7 +110,7 @@ class SharedPool:
 
 
 class DenoiserForward:
-    """Takes the place of `module.forward`, on the instance: see the module's docstring."""
+    """Serves the calls of a denoiser by graphs, in place of `module.forward` on the instance."""
 
     def __init__(
         self, name: str, module: torch.nn.Module, pool: SharedPool, max_batch: int, most: int
@@ -136,9 +136,9 @@ class DenoiserForward:
         self._warned_of: set[object] = set()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the denoiser returns, from a graph where there can be one."""
+        """The denoiser's outputs, from a graph if one can serve the call."""
         if torch.compiler.is_compiling() or is_inside_capture():
-            # Whoever traces or captures the denoiser wants its operators.
+            # A trace or a capture around the denoiser needs its operators, not a replay.
             return self.eager(*args, **kwargs)
         if not self._pool.lock.acquire(blocking=False):
             return self._eagerly(EagerReason.BUSY, "", args, kwargs)
@@ -217,11 +217,11 @@ class DenoiserForward:
 
     def _picture_now(self) -> ModulePicture:
         """The picture of the denoiser as it is now; if it has changed, its graphs are dropped."""
-        before = self._picture
-        if before is not None and before.holds():
-            return before
+        last_picture = self._picture
+        if last_picture is not None and last_picture.holds():
+            return last_picture
         picture = ModulePicture(self.module, self.eager)
-        if before is None or not picture.equals(before):
+        if last_picture is None or not picture.equals(last_picture):
             self._drop_all()
         self._picture = picture
         return picture
@@ -247,8 +247,8 @@ class DenoiserForward:
         except Exception as error:
             # An error of the denoiser's own is raised again by the eager call that follows.
             advise(error)
-            has_advice = isinstance(error, GraphRTError | torch.OutOfMemoryError)
-            runner = str(error) if has_advice else f"{type(error).__name__}: {error}"
+            is_clear = isinstance(error, GraphRTError | torch.OutOfMemoryError)
+            runner = str(error) if is_clear else f"{type(error).__name__}: {error}"
         self._credit -= 1
         self._runners[call.signature] = runner
         # Warm-ups may have filled caches of the module.

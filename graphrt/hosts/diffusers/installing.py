@@ -108,14 +108,14 @@ def without_graphs(pipe: T) -> T:
     for served in [*_served(pipe).values(), *filter(None, forwards)]:
         served.close()
         if vars(served.module).get("forward") is served:
-            # Else hooks have wrapped it, and it calls the denoiser's own forward for them.
+            # Not if hooks have wrapped it: once closed, it calls the denoiser's own forward.
             served.uninstall()
     return pipe
 
 
 def capture(pipe: Any, *args: Any, **kwargs: Any) -> None:
-    """Capture ahead what a call of the pipeline with these arguments needs: its resolution, batch
-    size, guidance and length of prompt.
+    """Capture the graphs for calls of the pipeline with these arguments beforehand: their
+    resolution, batch size, guidance and length of prompt.
 
     It is a call of two steps, without an image: the second one reaches `transformer_2` of Wan.
 
@@ -131,7 +131,7 @@ def capture(pipe: Any, *args: Any, **kwargs: Any) -> None:
     short = {
         "num_inference_steps": 2,
         "output_type": "latent",
-        # Not the process's: later images stay what they would have been.
+        # Not the process's generator: later images stay what they would have been.
         "generator": torch.Generator().manual_seed(0),
     }
     taken = inspect.signature(pipe.__call__).parameters
@@ -147,7 +147,7 @@ def report(pipe: Any) -> dict[str, DenoiserReport]:
 
 
 def _reports(pipe: Any, *, is_served: bool = False) -> dict[str, DenoiserReport]:
-    """Of each denoiser; with `is_served` only of those whose calls may reach graphs."""
+    """The report of each denoiser; with `is_served` only of those whose calls may reach graphs."""
     reports = {name: served.report() for name, served in _served(pipe).items()}
     modules = dict(_modules(pipe))
     for name, each in (_installed.get(pipe, {}) if _can_be_key(pipe) else {}).items():
@@ -189,7 +189,7 @@ def _served(pipe: Any) -> dict[str, DenoiserForward]:
     for name, module in _modules(pipe):
         forward = vars(module).get("forward")
         while forward is not None and not isinstance(forward, DenoiserForward):
-            # Hooks of accelerate and of diffusers wrap a forward, and say so.
+            # Hooks of accelerate and of diffusers wrap a forward, and set `__wrapped__`.
             forward = getattr(forward, "__wrapped__", None)
         if forward is not None:
             served[name] = forward

@@ -1,4 +1,4 @@
-"""What graphs have baked in of a denoiser: its submodules, weights, hooks, and what these hold.
+"""`ModulePicture`: finds changes of a denoiser that its graphs would not see.
 
 Between two images people load a LoRA, change its weight, replace attention processors or move the
 pipeline. A runner finds a moved weight after some steps; here the first call after the change must
@@ -69,7 +69,7 @@ class ModulePicture:
         self._same: list[Any] = []
         self._tensors = walk.tensors
         for container in self._containers:
-            if type(container) is set:  # members are hashed: equal ones are the same to a forward
+            if type(container) is set:  # hashable members do not change in place
                 continue
             for key, value in _items_of(container):
                 is_watched = isinstance(value, torch.Tensor) or id(value) in walk.entered
@@ -82,7 +82,7 @@ class ModulePicture:
         self.hook = next(_hooks_of(module), None)
         """The hook that a replay would leave out, if there is one."""
         self.unseen = walk.unseen
-        """What could change without a sign, if there is anything."""
+        """The object that could change without being noticed, if there is one."""
 
     def holds(self) -> bool:
         """Whether the module is still the same."""
@@ -127,7 +127,7 @@ class _Walk:
     def __init__(self, module: torch.nn.Module, forward: Callable[..., Any]) -> None:
         self.containers: list[Any] = []
         self.readers: list[Callable[[], list[Any]]] = []
-        """For objects that are no container: each returns what one of them holds now."""
+        """For objects that are no container: functions that return what an object holds now."""
         self.tensors: list[torch.Tensor] = []
         self.unseen: str | None = None
         parts = dict(module.named_modules())
@@ -135,10 +135,10 @@ class _Walk:
         self.entered = modules | {id(vars(part)) for part in parts.values()}
         self._kept: list[object] = []
         for path, part in parts.items():
-            own = vars(part)
-            for container in (own, *(own[name] for name in _INNER)):
+            attributes = vars(part)
+            for container in (attributes, *(attributes[name] for name in _INNER)):
                 self._add(container)
-            for name, value in own.items():
+            for name, value in attributes.items():
                 if name not in _NOT_ENTERED:
                     self._enter(f"{name} of {_where(path)}", value)
         self._enter("the forward", forward)
@@ -155,16 +155,16 @@ class _Walk:
             if type(value) in _PLAIN or isinstance(value, _FIXED) or id(value) in self.entered:
                 continue
             self.entered.add(id(value))
-            self._kept.append(value)  # else its id may come back
-            inside = self._inside(path, value)
-            values_left -= len(inside)
+            self._kept.append(value)  # alive, as a new object might get its id
+            members = self._inside(path, value)
+            values_left -= len(members)
             if values_left < 0:
                 self.unseen = self.unseen or f"{path} leads to more than {MOST_VALUES} values"
                 return
-            queue += inside
+            queue += members
 
     def _inside(self, path: str, value: Any) -> list[Any]:
-        """What a value holds; it is added to what is compared."""
+        """The members of a value, which is added to the compared containers or readers."""
         kind = type(value)
         if kind in _COMPARED:
             self._add(value)
@@ -173,16 +173,16 @@ class _Walk:
         if home.partition(".")[0] in _FIXED_HOMES:
             return []
         attributes = getattr(value, "__dict__", None)
-        inside = self._attributes_of(value, attributes) if isinstance(attributes, dict) else []
-        fixed = _fixed_inside(value)
-        read = None if fixed is not None else _reader_of(value, home)
+        members = self._attributes_of(value, attributes) if isinstance(attributes, dict) else []
+        fixed_members = _fixed_inside(value)
+        read = None if fixed_members is not None else _reader_of(value, home)
         if read is not None:
             self.readers.append(read)
-        elif fixed is None and not isinstance(attributes, dict) and _is_opaque(kind, home):
+        elif fixed_members is None and not isinstance(attributes, dict) and _is_opaque(kind, home):
             self.unseen = self.unseen or f"{path} leads to a {home}.{kind.__qualname__}"
-        held = read() if read is not None else fixed or []
-        self.tensors += [item for item in held if isinstance(item, torch.Tensor)]
-        return inside + held
+        other_members = read() if read is not None else fixed_members or []
+        self.tensors += [item for item in other_members if isinstance(item, torch.Tensor)]
+        return members + other_members
 
     def _attributes_of(self, value: Any, attributes: dict[str, Any]) -> list[Any]:
         """The attributes of a value, such as of attention processors that are no modules."""
@@ -195,7 +195,7 @@ class _Walk:
 
 
 def _fixed_inside(value: Any) -> list[Any] | None:
-    """What a value holds that cannot hold anything else; None if it is no such value."""
+    """The members of a value whose members cannot change; None for other values."""
     if isinstance(value, (tuple, frozenset)):
         return list(value)
     if isinstance(value, types.MethodType):
@@ -216,7 +216,7 @@ def _reader_of(value: Any, home: str) -> Callable[[], list[Any]] | None:
         return lambda: [*value]
     if home == "numpy" and hasattr(value, "tobytes"):
         return lambda: [value.shape, str(value.dtype), value.tobytes()]
-    slots = [name for of in type(value).__mro__ for name in _slots_of(of)]
+    slots = [name for cls in type(value).__mro__ for name in _slots_of(cls)]
     if slots:
         return lambda: [getattr(value, name, _MISSING) for name in slots]
     return None
@@ -225,10 +225,10 @@ def _reader_of(value: Any, home: str) -> Callable[[], list[Any]] | None:
 _MISSING = "this slot is empty"
 
 
-def _slots_of(of: type) -> list[str]:
-    if is_library(_home_of(of)):
+def _slots_of(cls: type) -> list[str]:
+    if is_library(_home_of(cls)):
         return []
-    members = vars(of).items()
+    members = vars(cls).items()
     return [name for name, each in members if isinstance(each, types.MemberDescriptorType)]
 
 
@@ -239,7 +239,7 @@ def _home_of(kind: type) -> str:
 
 
 def _is_opaque(kind: type, home: str) -> bool:
-    """Whether objects of a type keep in C what Python does not show."""
+    """Whether objects of a type have state in C that Python does not show."""
     return not is_library(home) and kind.__basicsize__ > object.__basicsize__
 
 
@@ -257,7 +257,7 @@ def _of_cell(cell: types.CellType) -> Any:
 
 
 def _is_equal_to_others(value: Any) -> bool:
-    """Whether another object can be equal to it, and change by itself later."""
+    """Whether another object can be equal to `value` now and change without it later."""
     kind = type(value)
     if kind in _PLAIN:
         return False
@@ -270,9 +270,9 @@ def _is_equal_to_others(value: Any) -> bool:
 def _are_same(now: list[list[Any]], before: list[list[Any]]) -> bool:
     """Whether all is equal, and identical where being equal is not enough."""
     return now == before and all(
-        here is there or not _is_equal_to_others(here)
+        value is value_before or not _is_equal_to_others(value)
         for held, held_before in zip(now, before, strict=True)
-        for here, there in zip(held, held_before, strict=True)
+        for value, value_before in zip(held, held_before, strict=True)
     )
 
 
@@ -281,7 +281,7 @@ def _items_of(container: Any) -> Any:
 
 
 def _has_address(tensor: torch.Tensor) -> bool:
-    """Whether it tells one, and its shape: some subclasses, and sparse tensors, do not."""
+    """Whether a tensor tells its address and shape: some subclasses, and sparse ones, do not."""
     try:
         for part in tree.PLACEMENT:
             part(tensor)

@@ -1,4 +1,4 @@
-"""The versions of diffusers that are known, and what graphrt reads of any.
+"""The versions of diffusers that are known, and the names that graphrt reads in any version.
 
 The seam is `forward` on the instance of a denoiser, which is torch's. Of diffusers itself only the
 mark of its hooks is read: without it a module with hooks would be replayed without them. So another
@@ -20,7 +20,7 @@ KNOWN = ("0.42",)
 
 _HOOKS = "diffusers.hooks.hooks"
 _USES = {"check_if_exists_or_initialize": REGISTRY, "register_hook": "hooks"}
-"""What methods of `HookRegistry` must name."""
+"""Method of `HookRegistry` -> a name that its code must use."""
 
 
 def check_names() -> None:

@@ -48,7 +48,7 @@ def attention_of(model: Any) -> Any:
 
 
 def _is_transformers_own() -> bool:
-    """Whether nobody has registered a function of theirs under the name of SDPA."""
+    """Whether transformers' own functions are registered under the name of SDPA."""
     return (
         ALL_ATTENTION_FUNCTIONS.get(_PLAIN) is sdpa_attention_forward
         and ALL_MASK_ATTENTION_FUNCTIONS.get(_PLAIN) is sdpa_mask

@@ -32,7 +32,7 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 class Buckets:
-    """Graphs of one encoder; `names` are the inputs that they take."""
+    """Captures and replays the calls of one encoder; `names` are the inputs that graphs take."""
 
     def __init__(
         self,
@@ -276,7 +276,7 @@ def _tensors(output: Any, config: Any) -> dict[str, torch.Tensor]:
 def _first_other(one: torch.Size, other: torch.Size) -> int | None:
     """The first dimension in which two shapes differ."""
     return next(
-        (at for at, both in enumerate(zip(one, other, strict=True)) if both[0] != both[1]), None
+        (at for at, sizes in enumerate(zip(one, other, strict=True)) if sizes[0] != sizes[1]), None
     )
 
 

@@ -42,7 +42,7 @@ _PAST = "the cache keeps past states, to be cropped"
 
 
 class Residence:
-    """Whether the layers of one `KeptCache` are in the memory, and in how many of its rows."""
+    """Says whether the layers of one `KeptCache` are in the memory, and in how many of its rows."""
 
     def __init__(self, most_rows: int, attached: bool = True) -> None:
         self.most_rows = most_rows
@@ -120,8 +120,10 @@ class KeptLayer(DynamicLayer):  # type: ignore[misc]
                 return key_states, value_states
             return self._view(memory.keys), self._view(memory.values)
         for name, states in (("keys", key_states), ("values", value_states)):
-            before = self._tensors.get(name)
-            self._tensors[name] = states if before is None else torch.cat([before, states], dim=-2)
+            earlier = self._tensors.get(name)
+            self._tensors[name] = (
+                states if earlier is None else torch.cat([earlier, states], dim=-2)
+            )
         self._seen = end
         return self._tensors["keys"], self._tensors["values"]
 
@@ -273,22 +275,22 @@ class KeptStates(LinearAttentionLayer):  # type: ignore[misc]
         conv_kernel_size: int | None = None,
     ) -> None:
         super().lazy_initialization(conv_states, recurrent_states, state_idx, conv_kernel_size)
-        for states, ours, memory in (
+        for states, own_states, memory in (
             (conv_states, self.conv_states, self._memory.conv),
             (recurrent_states, self.recurrent_states, self._memory.recurrent),
         ):
             if states is None:
                 continue
-            state, whole = ours[state_idx], memory.get(state_idx)
+            state, memory_state = own_states[state_idx], memory.get(state_idx)
             rows = state.shape[0]
             if (
-                whole is not None
-                and whole.dtype is state.dtype
-                and whole.device == state.device
-                and whole.shape[1:] == state.shape[1:]
+                memory_state is not None
+                and memory_state.dtype is state.dtype
+                and memory_state.device == state.device
+                and memory_state.shape[1:] == state.shape[1:]
                 and self._residence.takes(rows)
             ):
-                ours[state_idx] = whole[:rows].zero_()
+                own_states[state_idx] = memory_state[:rows].zero_()
             else:
                 self._residence.leave(_OTHER)
 
@@ -308,7 +310,7 @@ class KeptStates(LinearAttentionLayer):  # type: ignore[misc]
     def take_along(self) -> None:
         """Copy the states into tensors of the layer's own."""
         for states in (self.conv_states, self.recurrent_states):
-            states.update({at: state.clone() for at, state in _filled(states)})
+            states.update({index: state.clone() for index, state in _filled(states)})
 
     def move_in(self, residence: Residence) -> None:
         """Copy the states into the memory."""
@@ -317,15 +319,15 @@ class KeptStates(LinearAttentionLayer):  # type: ignore[misc]
             (self.conv_states, self._memory.conv),
             (self.recurrent_states, self._memory.recurrent),
         ):
-            for at, state in _filled(states):
+            for index, state in _filled(states):
                 if residence.takes(state.shape[0]):
-                    states[at] = memory[at][: state.shape[0]].copy_(state)
+                    states[index] = memory[index][: state.shape[0]].copy_(state)
                 else:
                     residence.leave(_OTHER)
 
 
 def _filled(states: dict[int, torch.Tensor | None]) -> list[tuple[int, torch.Tensor]]:
-    return [(at, state) for at, state in states.items() if state is not None]
+    return [(index, state) for index, state in states.items() if state is not None]
 
 
 class KeptBoth(KeptStates, KeptLayer):
@@ -377,7 +379,7 @@ class KeptCache(DynamicCache):  # type: ignore[misc]
 
     @property
     def is_compileable(self) -> bool:
-        # Else transformers compiles the forward of models without keys, and makes masks itself.
+        # If it were True, transformers would compile models without keys, and make masks itself.
         return False
 
     @property
@@ -420,12 +422,12 @@ class KeptCache(DynamicCache):  # type: ignore[misc]
         return self.attached
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KeptCache:
-        # The copy has tensors of its own: there is one memory.
-        twin = copy.copy(self)
-        twin.residence = Residence(0, attached=False)
-        twin.layers = [_alone(layer, twin.residence) for layer in self.layers]
-        twin.counted = next((each for each in twin.layers if isinstance(each, KeptLayer)), None)
-        return twin
+        # The copy has its own tensors, as the memory holds one sequence only.
+        copied = copy.copy(self)
+        copied.residence = Residence(0, attached=False)
+        copied.layers = [_alone(layer, copied.residence) for layer in self.layers]
+        copied.counted = next((each for each in copied.layers if isinstance(each, KeptLayer)), None)
+        return copied
 
 
 class KeptPair(EncoderDecoderCache):  # type: ignore[misc]
@@ -444,8 +446,8 @@ class KeptPair(EncoderDecoderCache):  # type: ignore[misc]
 
     @property
     def why_left(self) -> str:
-        ours, cross = self.self_attention_cache, self.cross_attention_cache
-        return cross.why_left if ours.attached else ours.why_left
+        own, cross = self.self_attention_cache, self.cross_attention_cache
+        return cross.why_left if own.attached else own.why_left
 
     @property
     def rows(self) -> int:
@@ -467,8 +469,8 @@ class KeptPair(EncoderDecoderCache):  # type: ignore[misc]
         self.cross_attention_cache.detach()
 
     def attach(self) -> bool:
-        ours, cross = self.self_attention_cache.attach(), self.cross_attention_cache.attach()
-        return ours and cross
+        own, cross = self.self_attention_cache.attach(), self.cross_attention_cache.attach()
+        return own and cross
 
 
 Kept = (KeptCache, KeptPair)
@@ -476,13 +478,13 @@ Kept = (KeptCache, KeptPair)
 
 def _alone(layer: Any, residence: Residence) -> Any:
     """A copy of a layer that is not in the memory."""
-    twin = copy.copy(layer)
+    copied = copy.copy(layer)
     for name, value in vars(layer).items():
         if isinstance(value, dict):
-            setattr(twin, name, dict(value))
-    twin.take_along()
-    twin._residence = residence
-    return twin
+            setattr(copied, name, dict(value))
+    copied.take_along()
+    copied._residence = residence
+    return copied
 
 
 def _kept(memory: LayerMemory, residence: Residence) -> Any:
@@ -556,14 +558,14 @@ class StepStates(LinearAttentionLayer):  # type: ignore[misc]
         self._take(self.conv_states, memory.conv, self.is_conv_states_initialized)
         self._take(self.recurrent_states, memory.recurrent, self.is_recurrent_states_initialized)
         self.has_previous_state = dict.fromkeys(range(count), True)
-        self.conv_kernel_size.update({at: each.shape[-1] for at, each in memory.conv.items()})
+        self.conv_kernel_size.update({index: each.shape[-1] for index, each in memory.conv.items()})
 
     def _take(
         self, states: dict[int, Any], memory: dict[int, torch.Tensor], initialized: dict[int, bool]
     ) -> None:
-        for at, state in memory.items():
-            states[at] = state.index_select(0, self._rows)
-            initialized[at] = True
+        for index, state in memory.items():
+            states[index] = state.index_select(0, self._rows)
+            initialized[index] = True
             self.dtype, self.device = state.dtype, state.device
 
     def write_back(self) -> None:
@@ -572,8 +574,8 @@ class StepStates(LinearAttentionLayer):  # type: ignore[misc]
             (self.conv_states, self._memory.conv),
             (self.recurrent_states, self._memory.recurrent),
         ):
-            for at, state in _filled(states):
-                write(memory[at], self._rows, None, state)
+            for index, state in _filled(states):
+                write(memory[index], self._rows, None, state)
 
 
 class StepBoth(StepLayer, StepStates):
@@ -623,7 +625,7 @@ class StepCache(Cache):  # type: ignore[misc]
         return super().get_query_offset(layer_idx)
 
     def mask(self) -> torch.Tensor:
-        """Which positions hold tokens `(size, length)`, and behind them which places of a ring."""
+        """Which positions hold tokens `(size, length)`, followed by which slots of a ring do."""
         memory, length = self._memory, self._length
         mask = first_rows(memory.mask, self._rows.shape[0])
         if memory.window is None:

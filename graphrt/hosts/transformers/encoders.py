@@ -40,7 +40,7 @@ def _may_come_of_a_mask(error: Exception) -> bool:
 
 
 class EncoderGraphs(Seam):
-    """The graphs of one encoder; `with_graphs` makes them, `graphs_of` finds them."""
+    """Serves the calls of one encoder by graphs; `with_graphs` makes it, `graphs_of` finds it."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class EncoderGraphs(Seam):
                 self.buckets = make(mask=mask)
                 return
             except Exception as error:
-                # The model's mask is another one, or it reads its mask in a way of its own.
+                # The model makes another mask, or reads its mask differently: try the next maker.
                 if mask is None or not _may_come_of_a_mask(error):
                     raise
                 name = type(self.model).__name__

@@ -39,10 +39,10 @@ _UNREAD = frozenset(
         "transformers_version",
     }
 )
-"""Of a config: what no call that graphs serve reads. A forward with labels writes some, and
-`save_pretrained` the dtype: the weights' own are looked at."""
+"""Names in a config that no call served by graphs reads. A forward with labels writes some, and
+`save_pretrained` writes the dtype: the dtypes of the weights themselves are compared."""
 TOKEN_IDS = frozenset({"bos_token_id", "decoder_start_token_id", "eos_token_id", "pad_token_id"})
-"""Those that `generate` reads and steps do not."""
+"""Names in a config that `generate` reads and steps do not."""
 _IGNORED = frozenset(
     {
         "_previous_max_cache_length",
@@ -119,15 +119,17 @@ class Fingerprint:
                 return f"config.{_first_other(now, facts)}"
         code = self._code_now()
         if code != self._code:
-            places = range(len(code))
-            return self._name_of_code(next(at for at in places if code[at] != self._code[at]))
+            indices = range(len(code))
+            return self._name_of_code(
+                next(index for index in indices if code[index] != self._code[index])
+            )
         modules = self._modules
         if count is not None:
             first, self._next = self._next, (self._next + count) % len(modules)
             modules = modules[first : first + count]
-        for seen in modules:
-            if not seen.is_same():
-                return seen.name or "the model itself"
+        for recorded in modules:
+            if not recorded.is_same():
+                return recorded.name or "the model itself"
         return None
 
     def _code_now(self) -> list[object]:
@@ -138,17 +140,17 @@ class Fingerprint:
             *(ALL_MASK_ATTENTION_FUNCTIONS.get(name) for name in self._attentions),
         ]
 
-    def _name_of_code(self, place: int) -> str:
+    def _name_of_code(self, index: int) -> str:
         names = [
             *(f"{each.__name__}.forward" for each in self._classes),
             *(f"the attention {name!r}" for name in self._attentions),
             *(f"the mask of the attention {name!r}" for name in self._attentions),
         ]
-        return names[place]
+        return names[index]
 
 
 class _Seen:
-    """One module as it was."""
+    """One module as it was when the fingerprint was made."""
 
     def __init__(self, name: str, module: torch.nn.Module, unread: frozenset[str]) -> None:
         self.name, self._module, self._unread = name, module, unread
@@ -160,7 +162,7 @@ class _Seen:
             for each, value in state.items()
             if type(value) in _CONTAINERS and each not in by_torch
         ]
-        # Kept, or another object might get the address of one that is gone.
+        # Kept alive: a new object might get the id of one that was freed.
         self._objects = [*state.values()]
         self._look, self._facts = self._identities(), [*_facts(module, unread)]
 
@@ -209,15 +211,15 @@ def _config_facts(module: torch.nn.Module, unread: frozenset[str]) -> dict[str, 
     return {} if config is None else dict(_numbers(config, unread))
 
 
-def _numbers(config: object, unread: frozenset[str], before: str = "") -> Iterator[Any]:
+def _numbers(config: object, unread: frozenset[str], prefix: str = "") -> Iterator[Any]:
     """The values of a config and of those in it (of text, of pictures), by their names."""
     for name, value in [*getattr(config, "__dict__", {}).items()]:
         if name in unread:
             continue
         if hasattr(type(value), "model_type"):
-            yield from _numbers(value, unread, f"{before}{name}.")
+            yield from _numbers(value, unread, f"{prefix}{name}.")
         else:
-            yield f"{before}{name}", plain(value)
+            yield f"{prefix}{name}", plain(value)
 
 
 def _first_other(one: dict[str, object], other: dict[str, object]) -> str:

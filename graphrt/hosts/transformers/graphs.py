@@ -34,7 +34,7 @@ from graphrt.hosts.transformers.steps import StepGraphs
 
 
 class ModelGraphs(Seam):
-    """The graphs of one model; `with_graphs` makes them, `graphs_of` finds them."""
+    """Serves a model's decode steps by graphs; `with_graphs` makes it, `graphs_of` finds it."""
 
     _UNREAD = TOKEN_IDS | {"use_cache"}
 
@@ -75,7 +75,7 @@ class ModelGraphs(Seam):
             try:
                 self.steps = make(window=window, checked=checked)
             except Exception as error:
-                # A model may make its masks in a way of its own.
+                # A model that makes its masks itself may be captured without ring and checks.
                 if window is None and not checked:
                     raise
                 what = "checks tokens eagerly" if checked else "keeps all positions where it slides"
@@ -162,8 +162,8 @@ class ModelGraphs(Seam):
         rows = batch_size * max(config.num_beams, config.num_return_sequences)
         kind = config.cache_implementation
         # Some checkpoints ask for a cache of fixed size, which ours is.
-        fixed = kind in ALL_STATIC_CACHE_IMPLEMENTATIONS and "offloaded" not in kind
-        if kind not in (None, "dynamic") and not fixed:
+        has_fixed_size = kind in ALL_STATIC_CACHE_IMPLEMENTATIONS and "offloaded" not in kind
+        if kind not in (None, "dynamic") and not has_fixed_size:
             return f"cache_implementation={kind!r} was asked for"
         if rows > self.max_batch:
             return f"{rows} rows are above max_batch={self.max_batch}"
@@ -254,9 +254,9 @@ class ModelGraphs(Seam):
         return None
 
     def _why_other_arguments(self, call: Mapping[str, Any], cache: Any) -> str | None:
-        known = self._signature.served if self.steps is None else self.steps.known
+        served = self._signature.served if self.steps is None else self.steps.known
         for name, value in call.items():
-            if name in known or value is None or value is False:
+            if name in served or value is None or value is False:
                 continue
             if name != "logits_to_keep" or not isinstance(value, int):
                 return f"{name}= was passed"
@@ -380,7 +380,7 @@ class _Calls(threading.local):
 
 
 class _Loop:
-    """The sequences of `prefill` and `step`."""
+    """The cache and the mask of the sequences of `prefill` and `step`."""
 
     def __init__(self, cache: Any, mask: torch.Tensor) -> None:
         self.cache, self.mask = cache, mask
@@ -408,7 +408,7 @@ def _checked_mask(tokens: torch.Tensor, mask: torch.Tensor | None) -> torch.Tens
             expected=f"a tensor of the shape {tuple(tokens.shape)}",
             advice="pass what the tokenizer gives",
         )
-    # The next token's logits are those of the last column: with padding there, of no token.
+    # The next token's logits are those of the last column, so padding must not be there.
     is_binary = mask.eq(0).logical_or(mask.eq(1)).all(-1)
     wrong = is_binary.logical_not().logical_or(mask[:, -1].eq(0)).tolist()
     if any(wrong):

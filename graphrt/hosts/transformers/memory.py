@@ -76,7 +76,7 @@ def shapes_of(cache: Any) -> list[LayerShape]:
 
 
 def _filled(states: Mapping[int, torch.Tensor | None]) -> dict[int, torch.Tensor]:
-    return {at: state for at, state in states.items() if state is not None}
+    return {index: state for index, state in states.items() if state is not None}
 
 
 def first_rows(memory: torch.Tensor, size: int) -> torch.Tensor:
@@ -127,8 +127,10 @@ class LayerMemory:
         if shape.keys is not None and shape.values is not None:
             self.keys = _positions(shape.keys, rows + 1, self.window or length)
             self.values = _positions(shape.values, rows + 1, self.window or length)
-        self.conv = {at: _states(state, rows + 1) for at, state in shape.conv.items()}
-        self.recurrent = {at: _states(state, rows + 1) for at, state in shape.recurrent.items()}
+        self.conv = {index: _states(state, rows + 1) for index, state in shape.conv.items()}
+        self.recurrent = {
+            index: _states(state, rows + 1) for index, state in shape.recurrent.items()
+        }
 
     def states(self) -> list[torch.Tensor]:
         return [*self.conv.values(), *self.recurrent.values()]

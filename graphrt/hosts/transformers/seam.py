@@ -60,11 +60,11 @@ class Seam(ABC):
 
     def uninstall(self) -> None:
         """Give the model its methods back, and the memory to the device."""
-        for name, before in self._before.items():
-            if before is None:
+        for name, original in self._before.items():
+            if original is None:
                 self.model.__dict__.pop(name, None)
             else:
-                self.model.__dict__[name] = before
+                self.model.__dict__[name] = original
         with self._using:
             self._release()
 

@@ -23,7 +23,7 @@ CACHES = ("cache", "cache_params", "past_key_values")
 names of it."""
 
 TYPES_OF_TOKENS = frozenset({"mm_token_type_ids", "token_type_ids"})
-"""Arguments of 0 and 1 for each token, which `generate` goes on with in every step."""
+"""Arguments of 0 and 1 for each token, which `generate` extends and passes in every step."""
 GRIDS = ("image_grid_thw", "video_grid_thw")
 """Sizes of pictures, which `generate` passes to every step: M-RoPE counts a prompt's with them."""
 DELTAS = "rope_deltas"
@@ -45,7 +45,7 @@ class Encoded:
 
 
 class Signature:
-    """The arguments of one model's forward."""
+    """Names the arguments of one model's forward, and makes calls of it as `generate` does."""
 
     def __init__(self, model: Any, forward: Callable[..., Any]) -> None:
         self.model = model

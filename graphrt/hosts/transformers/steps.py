@@ -54,7 +54,7 @@ CLOSE = {torch.float32: 1e-2, torch.float64: 1e-6, torch.float16: 5e-2, torch.bf
 
 
 class StepGraphs:
-    """Graphs of steps, and the caches that they serve."""
+    """Captures and replays the decode steps of one model, and makes the caches for them."""
 
     def __init__(
         self,
@@ -164,8 +164,8 @@ class StepGraphs:
         # Graphs are tried on sequences, not on zeros.
         cache = self.new_cache()
         self._run(tokens, mask, encoded, cache)
-        seen = torch.cat([mask, mask[:, -1:]], 1)
-        self._set_masks(cache, 1, seen, None if encoded is None else encoded.mask)
+        step_mask = torch.cat([mask, mask[:, -1:]], 1)
+        self._set_masks(cache, 1, step_mask, None if encoded is None else encoded.mask)
         for count, runner in self._runners.items():
             # `capture()` checks at its end that the config is as it was when code was compiled.
             with grouped(self._attention if count == 1 else None):
@@ -216,12 +216,12 @@ class StepGraphs:
         Models differ: positions count the padding or leave it out; PaliGemma reads `token_type_ids`
         in prompts alone, others in each step.
         """
-        seen = None if mask is None else torch.cat([mask, mask[:, -1:]], 1)
+        step_mask = None if mask is None else torch.cat([mask, mask[:, -1:]], 1)
         logits = []
         for value in values:
             cache = self.signature.new_cache()
             self._run(prompt, mask, None, cache)
-            call = self.signature.call(self._random_tokens(len(prompt), 1), seen, None, cache)
+            call = self.signature.call(self._random_tokens(len(prompt), 1), step_mask, None, cache)
             logits.append(self._forward(**{**call, name: value}).logits)
         return all(torch.equal(each, logits[0]) for each in logits)
 
@@ -362,13 +362,13 @@ class StepGraphs:
             self.cross.set_mask(cache.rows, length, encoder_mask)
 
     def _values(
-        self, tokens: torch.Tensor, positions: torch.Tensor, seen: int
+        self, tokens: torch.Tensor, positions: torch.Tensor, length: int
     ) -> Mapping[str, torch.Tensor]:
         rows = tokens.shape[0]
         values = {
             "tokens": tokens,
             "rows": self._row_numbers[:rows],
-            "length": self._position_numbers[seen : seen + 1],
+            "length": self._position_numbers[length : length + 1],
         }
         if self._takes_positions:
             planes = self.signature.planes
@@ -399,7 +399,7 @@ class _Step(nn.Module):
         super().__init__()
         self.training = False
         self.model = signature.model
-        # The model's own: `with_graphs` has another one in its place.
+        # The model's own forward, which `with_graphs` has replaced on the model.
         self._forward = forward
         self._memory, self._cross, self._count = memory, cross, count
         self._names = signature.tokens, signature.positions, signature.cache
@@ -426,23 +426,23 @@ class _Step(nn.Module):
     ) -> torch.Tensor:
         memory, cross, size = self._memory, self._cross, rows.shape[0]
         tokens_name, positions_name, cache_name = self._names
-        kept = StepCache(memory, rows, length, self._count)
-        call = {**self._more, tokens_name: tokens, cache_name: kept}
+        step_cache = StepCache(memory, rows, length, self._count)
+        call = {**self._more, tokens_name: tokens, cache_name: step_cache}
         if positions is not None and positions_name is not None:
-            # Planes are the last dimension of an input, whose first one is padded.
+            # A runner pads the first dimension of an input, so planes are its last one.
             call[positions_name] = positions if positions.dim() == 2 else positions.permute(2, 0, 1)
         if self._mask_name is not None:
-            call[self._mask_name] = kept.mask()
+            call[self._mask_name] = step_cache.mask()
         if cross is not None:
             states = self._no_states.expand(size, cross.length, -1)
             call["encoder_outputs"] = self._encoder_output(last_hidden_state=states)
-            call[cache_name] = EncoderDecoderCache(kept, CrossCache(cross, size))
+            call[cache_name] = EncoderDecoderCache(step_cache, CrossCache(cross, size))
             if self._masks_encoder:
                 call["attention_mask"] = _encoder_mask(
                     self._config, first_rows(cross.mask, size), states
                 )
         logits: torch.Tensor = self._forward(**call).logits
-        kept.write_back()
+        step_cache.write_back()
         return logits
 
 

@@ -63,7 +63,7 @@ _ARGUMENTS = {
         "state_idx",
     ),
 }
-"""Those that graphrt overrides or calls, with the arguments that it needs."""
+"""Functions that graphrt overrides or calls, with the arguments that it needs."""
 
 _ADVICE = (
     "install one of these, or leave with_graphs() out: the model then runs as transformers runs it"

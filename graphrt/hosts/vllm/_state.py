@@ -13,7 +13,7 @@ from graphrt.hosts.vllm.table import Table, save
 
 
 class State:
-    """One for the process, as vLLM has one pool of graph memory and one forward context for it."""
+    """What one process needs to serve vLLM, which has one graph pool and forward context there."""
 
     def __init__(self) -> None:
         self.serving = False
@@ -26,7 +26,7 @@ class State:
         )
 
     def report(self) -> RunnerReport:
-        """What is captured in this process, and how its steps ran."""
+        """The graphs that are captured in this process, and how its steps ran."""
         return self.table.report(self.eager.reasons, self.pools.graph_pools)
 
     def not_dispatched(self, num_tokens: int | None) -> None:

@@ -91,7 +91,7 @@ def install_into_vllm() -> None:
 
 
 def uninstall() -> None:
-    """Give vLLM its own graphs back: what is wrapped from now on is vLLM's."""
+    """Give vLLM its own graphs back: models that are wrapped from now on get vLLM's wrappers."""
     state.serving = False
     while _undo:
         _undo.pop()()

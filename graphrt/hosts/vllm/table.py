@@ -31,7 +31,7 @@ FILE = "GRAPHRT_VLLM_REPORT"
 
 
 class FullKey(NamedTuple):
-    """The key of a graph that vLLM names by a batch of its own."""
+    """The key of a FULL graph of the V2 runner or of an encoder, with its batch in the report."""
 
     number: int
     descriptor: BatchDescriptor
@@ -39,13 +39,13 @@ class FullKey(NamedTuple):
 
 @dataclass
 class Row:
-    """What is known of the graphs of one batch in one mode."""
+    """Steps, seconds and bytes of the graphs of one batch in one mode."""
 
     mode: GraphMode
     descriptor: BatchDescriptor
     steps: int = 0
     graphs: int = 0
-    """Device graphs: 1, or as many as pieces."""
+    """Device graphs: 1, or one for each piece."""
     capture_s: float = 0.0
     began_s: float = 0.0
     pool_bytes: int | None = None
@@ -62,7 +62,8 @@ class Figures(NamedTuple):
 
 
 class Table:
-    """One row for each batch that was captured, or that vLLM has announced."""
+    """Collects captures and steps for the report: a row for each batch that was captured, or that
+    vLLM has dispatched."""
 
     def __init__(self) -> None:
         self._rows: dict[tuple[GraphMode, BatchDescriptor], Row] = {}
@@ -93,9 +94,9 @@ class Table:
         began = now.at_s if self._last_s is None else self._last_s
         row = self.row(mode, descriptor)
         if row.session != self._session or not row.graphs:
-            fresh = Row(mode, descriptor, began_s=began, session=self._session)
+            new_row = Row(mode, descriptor, began_s=began, session=self._session)
             # In place: graphs and `Steps` hold the row and count in it.
-            vars(row).update(vars(fresh))
+            vars(row).update(vars(new_row))
             # Rows are in the order of their captures, also where vLLM captures again.
             self._rows[mode, descriptor] = self._rows.pop((mode, descriptor))
         row.graphs += 1
@@ -121,7 +122,7 @@ class Table:
             tokens, reqs = row.descriptor.num_tokens, row.descriptor.num_reqs
             descriptor = row.descriptor
             if sizes[row.mode, descriptor[:2]] == 1:
-                # vLLM's own descriptor says no more.
+                # No other row has these tokens and requests, so the variant can be left out.
                 descriptor = BatchDescriptor(tokens, reqs)
             records.append(
                 GraphRecord(
@@ -136,13 +137,13 @@ class Table:
             steps[row.mode, descriptor] = row.steps
         modes = {row.mode for row in rows}
         has_both_modes = len(modes) > 1
-        held = [pool.bytes() for pool in pools]
+        pool_bytes = [pool.bytes() for pool in pools]
         return RunnerReport(
             graphs=tuple(records),
             steps=steps,
             reasons={Reason.HIT: sum(steps.values()), **eager},
             live_tokens=0,
-            pool_bytes=None if None in held else sum(each or 0 for each in held),
+            pool_bytes=None if None in pool_bytes else sum(each or 0 for each in pool_bytes),
             mode=(
                 GraphMode.FULL_AND_PIECEWISE
                 if has_both_modes

@@ -53,14 +53,14 @@ _ARGUMENTS = {
     (V2, "CudaGraphManager.capture"): ("create_forward_fn",),
     (ENCODER, "EncoderCudaGraphManager._capture_budget_graph"): ("token_budget", "path"),
 }
-"""Those by which vLLM calls, or is called."""
+"""Functions of vLLM that graphrt replaces or calls, with the arguments that they must take."""
 
 _USES = {
     (V2, "CudaGraphManager.capture"): {"CUDAGraph", "graph", "graphs"},
     (ENCODER, "EncoderCudaGraphManager._capture_budget_graph"): {"CUDAGraph", "graph"},
     (BREAKABLE, "eager_break_during_capture"): {"add_eager", "fn", "weak_args", "weak_kwargs"},
 }
-"""What the code of a function must name for what graphrt puts in its place to be met."""
+"""Names that the code of a function must use: graphrt replaces the objects of these names."""
 
 
 def check_version(version: str) -> None:

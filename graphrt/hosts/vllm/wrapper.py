@@ -30,7 +30,7 @@ def graph_options(vllm_config: Any) -> GraphOptions:
     """Options of wrappers: lazy captures, and arguments compared at every replay if vLLM debugs."""
     debugging = logging.getLogger("vllm").isEnabledFor(logging.DEBUG)
     # With LoRA a graph reads a flag on the host that says whether adapters are active. It may be
-    # baked in, as vLLM has graphs of their own for batches with adapters.
+    # baked in, as vLLM has separate graphs for batches with adapters.
     has_lora = getattr(vllm_config, "lora_config", None) is not None
     return GraphOptions(
         lazy=True,
@@ -54,7 +54,7 @@ class _Offloading:
 
 
 def offloading() -> SegmentHooks | None:
-    """What vLLM's weight offloader needs around each graph; None where it offloads nothing."""
+    """Hooks around each graph for vLLM's weight offloader; None if it offloads nothing."""
     from vllm.model_executor.offloader.base import NoopOffloader, get_offloader
 
     offloader = get_offloader()

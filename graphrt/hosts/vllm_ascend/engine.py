@@ -26,7 +26,7 @@ class Engine:
         return self._module.get_forward_context()
 
     def graph_pool(self) -> Any:
-        """What names the engine's pool of graph memory: wrappers with an equal one share one."""
+        """The handle of the engine's graph pool; wrappers with equal handles share a pool."""
         return self._module.current_platform.get_global_graph_pool()
 
     def default_options(self) -> Any:
@@ -63,7 +63,7 @@ class Engine:
         return self._module._draft_graph_params
 
     def hooks(self) -> SegmentHooks | None:
-        """What vLLM's weight offloader needs around each graph."""
+        """Hooks around each graph for vLLM's weight offloader."""
         return _Offloading()
 
 

@@ -62,7 +62,7 @@ def install() -> None:
             advice="install one of these, or leave graphrt out",
         )
     if not has_value_wait():
-        # Its own graphs have no wait there either: see graphrt.ascend's task groups.
+        # vllm-ascend's own graphs lack that wait too: see `Groups` in graphrt/ascend/update.
         raise UnsupportedHostError(
             "without a value wait of CANN a graph of the engine does not wait for its updates",
             expected="a CANN with aclrtValueWait",
@@ -78,19 +78,19 @@ def install() -> None:
             "import",
         )
     engine = Engine(module)
-    new: dict[str, Any] = {
+    replacements: dict[str, Any] = {
         "ACLGraphWrapper": type("ACLGraphWrapper", (ACLGraphWrapper,), {"engine": engine}),
         "GraphParams": GraphParams,
         "update_full_graph_params": updated_by(engine, module.update_full_graph_params),
     }
-    for name, value in new.items():
+    for name, value in replacements.items():
         old = getattr(module, name)
         _installed[name] = old, value
         _rebind(name, old, value)
 
 
 def uninstall() -> None:
-    """Give vllm-ascend its own graphs back; wrappers that there are stay graphrt's."""
+    """Give vllm-ascend its own graphs back; wrappers that exist already stay graphrt's."""
     for name, (old, value) in list(_installed.items()):
         _rebind(name, value, old)
         del _installed[name]
@@ -99,12 +99,12 @@ def uninstall() -> None:
 def install_if_asked() -> None:
     """`install()` if the variable GRAPHRT_VLLM_ASCEND is 1: vLLM calls it in each of its processes,
     as the plugin `graphrt_vllm_ascend`."""
-    asked = os.environ.get(SWITCH, "")
-    if asked not in ("", "0", "1"):
+    value = os.environ.get(SWITCH, "")
+    if value not in ("", "0", "1"):
         raise UnsupportedHostError(
-            f"{SWITCH} is a switch", got=shown(asked), expected="0 or 1", advice=f"{SWITCH}=1"
+            f"{SWITCH} is a switch", got=shown(value), expected="0 or 1", advice=f"{SWITCH}=1"
         )
-    if asked == "1":
+    if value == "1":
         install()
 
 

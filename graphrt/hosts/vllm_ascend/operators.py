@@ -52,8 +52,8 @@ class OperatorWatch(ThreadMode):
 
     def take(self) -> list[Issued]:
         """The operators called since the last `take`."""
-        seen, self._seen = self._seen, []
-        return seen
+        operators, self._seen = self._seen, []
+        return operators
 
 
 def _check_lengths(issued: Issued) -> None:
@@ -90,7 +90,7 @@ def _check_lengths(issued: Issued) -> None:
 
 
 def _room(arguments: dict[str, Any]) -> tuple[int | None, int | None]:
-    """How many keys one request may have, and how many requests there are, as far as is known."""
+    """How many keys one request may have, and how many requests there are; None: unknown."""
     if "key_cache" not in arguments:
         latents, heads = arguments.get("ctkv"), arguments.get("kv_headnum")
         return room_in_blocks(latents, arguments.get("block_tables"), heads), None
@@ -110,8 +110,8 @@ def _by_name(issued: Issued) -> dict[str, Any]:
 def _on_host(value: Any) -> list[int]:
     """The whole numbers of a list, or of a tensor on the host; none for anything else."""
     if isinstance(value, torch.Tensor):
-        whole = value.device.type == "cpu" and not value.is_floating_point()
-        value = value.flatten().tolist() if whole else None
+        is_host_integer = value.device.type == "cpu" and not value.is_floating_point()
+        value = value.flatten().tolist() if is_host_integer else None
     return value if type(value) is list and value and type(value[0]) is int else []
 
 

@@ -79,11 +79,11 @@ class _ByTokens(dict[int, Any]):
     def __init__(
         self,
         params: GraphParams,
-        plain: Mapping[int, Any],
+        host_values: Mapping[int, Any],
         add: Callable[[Sites, int, Any], Any],
         read: Callable[[Site], Any],
     ) -> None:
-        super().__init__(plain)
+        super().__init__(host_values)
         self._params = params
         self._add = add
         self._read = read
@@ -122,8 +122,8 @@ class _Column(list[Any]):
 class _Workspaces(dict[int, Any]):
     """Workspaces by token count: of the capture or update under way, else what the host put in."""
 
-    def __init__(self, params: GraphParams, plain: Mapping[int, Any]) -> None:
-        super().__init__(plain)
+    def __init__(self, params: GraphParams, host_values: Mapping[int, Any]) -> None:
+        super().__init__(host_values)
         self._params = params
 
     def _of_graph(self, tokens: int) -> dict[int, Any] | None:

@@ -17,7 +17,8 @@ from graphrt.hosts.vllm_ascend.operators import Issued, OperatorWatch
 
 
 class Site:
-    """One attention call of a graph: what the host noted of it, and the task that it is."""
+    """One attention call of a graph: the event, parameters and task group that the host noted for
+    it, and its task in graphrt."""
 
     def __init__(self, sites: Sites, tokens: int, event: Any) -> None:
         self.sites = sites
@@ -39,7 +40,7 @@ class SiteEvent:
         self.event = event
 
     def record(self, stream: Any = None) -> None:
-        """Let the graph go on behind this site; raises `TaskContractError` outside of an update."""
+        """Let the graph run behind this site; raises `TaskContractError` outside of an update."""
         update = under_way.get()
         if update is None:
             raise TaskContractError(
@@ -127,7 +128,7 @@ class Sites:
 
 
 class HostUpdate:
-    """The update of a graph by its host: which sites it may see, and what it issued for each."""
+    """The update of a graph by its host: checks the operators that it issues for each site."""
 
     def __init__(self, sites: Sequence[Site], window: UpdateWindow) -> None:
         self.sites = sites
@@ -135,7 +136,7 @@ class HostUpdate:
         self._window = window
 
     def signal(self, site: Site, stream: Any) -> None:
-        """Hold on to what `site` was issued with, and let the graph go on behind it.
+        """Keep the arguments that `site` was issued with, and let the graph run behind it.
 
         Raises `TaskContractError` for another operator than the captured one or another stream.
         """
@@ -149,15 +150,15 @@ class HostUpdate:
         issued = self.watch.take()
         if issued and site.issued is not None:
             # Before it others may have been issued, such as one that computes the workspace.
-            new = [each for each in issued if each.function is site.issued.function]
-            if len(new) != 1 or new[0] is not issued[-1]:
+            same_operator = [each for each in issued if each.function is site.issued.function]
+            if len(same_operator) != 1 or same_operator[0] is not issued[-1]:
                 raise TaskContractError(
                     "a site was updated with other operators than it was captured with",
                     got=", ".join(str(each.function) for each in issued),
                     expected=str(site.issued.function),
                     advice="issue the captured operator once, between update_begin and update_end",
                 )
-            site.before, site.issued = site.issued, new[0]
+            site.before, site.issued = site.issued, same_operator[0]
         assert site.task is not None
         self._window.signal(site.task)
 

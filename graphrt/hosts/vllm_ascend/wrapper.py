@@ -128,7 +128,7 @@ class ACLGraphWrapper:
 
     @property
     def concrete_aclgraph_entries(self) -> dict[Any, ACLGraphEntry]:
-        """What is captured, by vLLM's descriptor. What is taken out of it is destroyed."""
+        """The captured graphs by vLLM's descriptor. One that is taken out is destroyed."""
         return self._entries
 
     @concrete_aclgraph_entries.setter
@@ -228,7 +228,7 @@ class ACLGraphWrapper:
         output = self.runnable(*args, **kwargs)
         capture = current_capture()
         if capture is not None and self.aclgraph_options.weak_ref_output:
-            # Nothing but this graph reads it, so what is captured next may use its memory.
+            # No other graph reads the output, so graphs captured later may use its memory.
             output = tree.map_leaves(capture.captured_ref, output)
         return output
 

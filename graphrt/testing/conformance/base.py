@@ -62,7 +62,7 @@ class ConformanceBase:
         return tensor.detach().cpu().clone()
 
     def first(self, tensor: torch.Tensor) -> list[float]:
-        """The first column, which tells the rows that `tensor` makes apart."""
+        """The first column: of a tensor made by `tensor`, the value of each row."""
         column: list[float] = self.host(tensor)[:, 0].tolist()
         return column
 

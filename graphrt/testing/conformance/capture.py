@@ -40,7 +40,7 @@ class Outputs:
 
 class CaptureConformance(ConformanceBase):
     def test_the_wrapper_class_names_this_platform(self) -> None:
-        # Raises for the wrapper class of another platform: without a pool it would make one there.
+        # Raises if it is another platform's class, whose own pools would be on that platform.
         assert wrapper_class(self.platform).platform_name == self.platform.name
 
     def test_replay_equals_eager_bit_for_bit_on_new_inputs(self, pool: GraphPool) -> None:

@@ -72,7 +72,7 @@ class RunnerConformance(ConformanceBase):
 
     @pytest.mark.parametrize("mode", MODES)
     def test_an_output_of_an_earlier_step_is_never_read_as_the_later_ones(self, mode: str) -> None:
-        # What a trial hands out is a copy.
+        # Without checks, as a trial hands out a copy.
         unchecked = GraphOptions(check="off")
         with self.runner(mode=mode, host=None, options=unchecked) as runner:
             runner.capture()

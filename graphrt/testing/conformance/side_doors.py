@@ -343,7 +343,7 @@ class SideDoorConformance(ConformanceBase):
             assert self.first(runner(x=self.tensor(0, 1, 2, 3))) == [11, 21, 31, 41]
 
     def test_what_the_step_before_left_behind_is_refused_too(self) -> None:
-        """The first segment reads what an eager part of the warm-up made; each makes another."""
+        """The first segment reads a tensor that the eager part of the run before made."""
         before = [self.tensor(0, 0, 0, 0)]
 
         @eager_break
@@ -354,7 +354,7 @@ class SideDoorConformance(ConformanceBase):
         def forward(x: torch.Tensor) -> torch.Tensor:
             return part(x + before[0])
 
-        # A watched warm-up would refuse it first: it goes on from what padding has left.
+        # Checks are off, as a watched warm-up would refuse this forward before the capture.
         with self.runner_of(forward, options=GraphOptions(check="off")) as runner:
             with pytest.raises(SideDoorError, match="again at every step") as caught:
                 runner.capture()
