@@ -378,6 +378,19 @@ def test_a_dict_to_which_the_forward_adds_is_watched() -> None:
     assert steps.wrong == [] and steps.reason is Reason.QUARANTINED
 
 
+def test_a_key_of_globals_that_the_forward_holds_as_a_dict_is_seen() -> None:
+    module: dict[str, Any] = {"scale": 2.0, "other": 1.0}
+    exec("def forward(x): return x * held[0]['scale'] * other", module)
+    module["held"] = [module]
+    runner = runner_of(module["forward"])
+    module["scale"] = 3.0
+    x = torch.randn(3, WIDTH)
+    with pytest.warns(GraphQuarantinedWarning, match="scale"):
+        for _ in range(runner.report().trust.glance_steps + 1):
+            out = runner(x=x)
+    assert torch.equal(out, x * 3.0)
+
+
 def test_slots_that_are_empty_and_other_defaults_are_seen() -> None:
     def scaled(x: torch.Tensor, *, scale: float = 2.0) -> torch.Tensor:
         return x * scale

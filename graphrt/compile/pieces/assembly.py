@@ -79,6 +79,7 @@ def build(
     backend, kept = _backend(subject, traced_call, options, figures)
     partitioned, figures.partition_reason = partitions(options, traced_call.device.type)
     split_at = _checked_operators(options.splitting_ops)
+    operators = DEFAULT_SPLITTING_OPS if split_at is None else split_at
     pieces = split(traced.graph, _splits_nowhere if partitioned else splits_at(split_at))
     figures.trace_s = time.perf_counter() - started
     logger.info(traced_line(subject.module, figures, traced.graph.graph, pieces))
@@ -90,14 +91,11 @@ def build(
         traced_call,
         kept=kept,
         sizes=() if subject.small else static_sizes,
-        partition_at=(DEFAULT_SPLITTING_OPS if split_at is None else split_at)
-        if partitioned
-        else None,
+        partition_at=operators if partitioned else None,
     )
     is_never_captured = nothing_to_wrap(pieces, whole_graph=options.whole_graph)
-    stitched, wrappers, text = _stitched(
-        compiler, traced_call, pieces, subject, options, None if is_never_captured else wrapping
-    )
+    captures = None if is_never_captured else wrapping
+    stitched, wrappers, text = _stitched(compiler, traced_call, pieces, subject, options, captures)
     figures.compile_s = time.perf_counter() - started
     logger.info(compiled_line(figures))
 

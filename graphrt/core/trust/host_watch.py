@@ -205,9 +205,11 @@ class HostWatch:
                 dicts += _dicts_in(place, value, places.shapes[type(value)])
         for each in (*dicts, *_global_dicts(places)):
             at = id(each.held)
-            # A dict that several objects hold keeps its first entry, unless code looks up globals
-            # in it: then only the names that code has count.
-            if at not in self._watched or each.counted is not None:
+            # A dict that several objects hold keeps its first entry. In the dict of a module that
+            # code looks up globals in, only the names that code has count; not where the forward
+            # holds the dict itself, as of `self.config = globals()` all keys may be read.
+            earlier = self._watched.get(at)
+            if earlier is None or (each.counted is not None and not earlier.has_items):
                 closed = self._closed.get(at)
                 self._watched[at] = each if closed is None else each._replace(counted=closed[1])
 

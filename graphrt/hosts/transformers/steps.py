@@ -100,21 +100,18 @@ class StepGraphs:
         self.counts_positions = False
         """Whether the model, given no positions, counts all earlier tokens, padding too."""
         self.known = signature.served
-        """Arguments that a step by graph may have: its graph takes them, or the model reads them in
-        prompts alone."""
+        """Arguments that a graph takes, or that the model reads in prompts alone."""
         self._attention = attention_of(signature.model)
         self._pool = GraphPool(device.type, device=device)
-        # tokens of a row -> the graphs of such steps
-        self._runners: dict[int, GraphRunner[torch.Tensor]] = {}
+        self._runners: dict[int, GraphRunner[torch.Tensor]] = {}  # by tokens of a row
         try:
             for count in (1, self.checked) if self.checked else (1,):
                 step = _Step(signature, forward, self.memory, self.cross, encoded, count)
                 if compile is not None:
                     batched = [name for name in self._inputs(count) if name != "length"]
                     graphrt.compile(step, dynamic_dims=batched, options=compile)
-                row_counts = sizes if count == 1 else [1]
-                axes = "tokens", count, probe.logits.shape[-1]
-                self._runners[count] = self._runner(step, count, row_counts, axes, options)
+                rows, axes = sizes if count == 1 else [1], ("tokens", count, probe.logits.shape[-1])
+                self._runners[count] = self._runner(step, count, rows, axes, options)
             self._capture(tokens, encoded)
         except BaseException:
             self.close()

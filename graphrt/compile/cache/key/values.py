@@ -126,6 +126,11 @@ class Values:
             return [_name(type(value)), self.of(wrapped) if wrapped is not value else ""]
         if isinstance(value, torch.Tensor):
             return [self._tensor(value)]
+        held = self._held(value, names)
+        return self._object(value, names) if held is None else held
+
+    def _held(self, value: Any, names: Names) -> list[str] | None:
+        """What a container or a reference holds; None of anything else."""
         if isinstance(value, weakref.ref):
             return ["weak reference", self.of(value(), names)]
         if isinstance(value, ContextVar):
@@ -137,7 +142,7 @@ class Values:
             inside = (self.of(each, names) for each in value)
             ordered = isinstance(value, (list, tuple, deque))
             return self._items(value, inside if ordered else iter(sorted(inside)))
-        return self._object(value, names)
+        return None
 
     def _callable(self, value: Any, names: Names) -> list[str] | None:
         """A function in any form; None of anything else, which may be called as well."""
