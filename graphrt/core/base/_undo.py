@@ -155,7 +155,7 @@ class ProcessChange:
 
 
 class _AfterError(partial[object]):
-    """What is undone after an error alone."""
+    """A function that is called only after an error."""
 
 
 def _leave(manager: AbstractContextManager[object]) -> None:

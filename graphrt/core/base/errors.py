@@ -19,7 +19,7 @@ class GraphRTError(Exception):
     """
 
     usual_advice: ClassVar[str | None] = None
-    """What to try, of a class whose errors all ask for the same."""
+    """What to try, where that is the same for all errors of a class."""
 
     def __init__(
         self, what: str, *, got: object = None, expected: object = None, advice: str | None = None
@@ -31,7 +31,7 @@ class GraphRTError(Exception):
         super().__init__(self._message())
 
     def _message(self, **more: object) -> str:
-        """What happened, and below it each part that is known."""
+        """The text: what happened, and below it each part that is known."""
         parts = {**more, "got": self.got, "expected": self.expected, "try": self.advice}
         lines = (f"{name}: {part}" for name, part in parts.items() if part is not None)
         return "\n  ".join((self.what, *lines))

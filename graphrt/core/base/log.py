@@ -29,5 +29,5 @@ def set_up_logging() -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
     logger.addHandler(handler)
-    # Else a host that has set up logging would print every line twice.
+    # Without this a host that has set up logging prints every line twice.
     logger.propagate = False

@@ -1,7 +1,8 @@
-"""What the compiled step was made from. `setup.py` runs this file: it imports nothing of graphrt.
+"""Hashes of the sources of the C part, by which a build of other sources is known and left out.
+`setup.py` runs this file: it imports nothing of graphrt.
 
-C reads objects of Python where they lie, and does what modules of graphrt do. So a build belongs to
-the C files and to those modules as they were then.
+C reads slots of Python objects by their offset, and does the work of some modules. So a build
+belongs to the C files and to those modules as they were then.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ TWINS = (
 
 
 def fingerprints(package: Path) -> dict[str, str]:
-    """By name, the hash of the modules of a `graphrt` folder, and of the C files beside it; without
-    these, as in an installed wheel, there is no hash of them."""
+    """name -> hash: TWINS of the modules in a `graphrt` folder, SOURCES of the C files beside it,
+    which an installed wheel has not."""
     digests = {"TWINS": _hash(package / name for name in TWINS)}
     c_files = sorted((package.parent / "native").glob("*.[ch]"))
     return digests | ({"SOURCES": _hash(c_files)} if c_files else {})

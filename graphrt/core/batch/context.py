@@ -133,7 +133,7 @@ class ForwardContext:
                 advice="enter the context anew for each step, and call begin_step() nowhere",
             )
         if self.token is not None and self.slot < 0:
-            # It is kept and begun again: its graphs are found without hashing its descriptor.
+            # Begun for the second time: by a slot graphs are found without hashing a descriptor.
             self.slot = next(_numbers)
         self.token = object()
 

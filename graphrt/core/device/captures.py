@@ -90,7 +90,8 @@ class Captures(ABC, Generic[Memory]):
 
 
 def nested_capture(by_hand: str) -> NestedCaptureError:
-    """That the current stream is being captured already; `by_hand` is how a host does that."""
+    """The error for a current stream that is being captured already; `by_hand` names what a host
+    captures with itself."""
     return NestedCaptureError(
         "the current stream is being captured already",
         expected="a stream outside of any capture",

@@ -14,8 +14,9 @@ from graphrt.core.base.errors import CaptureError, PlatformError
 from graphrt.core.base.homes import public
 
 CONTRACT_VERSION = 2
-"""Of the device contract. It grows when a platform that was right before may not be any longer. 2
-has no input ring and shares no executables; a platform of 1 that had neither still works."""
+"""The version of the device contract. It grows when a platform that was right before may not be any
+longer. 2 has no input ring and shares no executables; a platform of 1 that had neither still works.
+"""
 
 OLDEST_CONTRACT = 1
 """The oldest version whose platforms still work."""
@@ -196,7 +197,7 @@ class UpdateFigures:
     patches: int = 0
     """Launches of a graph (kernels, copies, fills) whose parameters were set, one by one."""
     shared_patches: int = 0
-    """Of these, launches of tasks that took their parameters from a task that is issued alike."""
+    """Those `patches` whose parameters were taken from a task that is issued alike."""
     reissues: int = 0
     """Tasks that were issued again, in a capture of their own."""
     memo_hits: int = 0

@@ -49,7 +49,7 @@ class Platform(ABC):
     """
 
     name: str
-    """How `GRAPHRT_PLATFORM` and `platform=` call it."""
+    """The name by which `GRAPHRT_PLATFORM` and `platform=` choose it."""
     device_type: str
     """The `torch.device` type of its tensors."""
     contract_version: int = 1
@@ -108,8 +108,9 @@ class Platform(ABC):
         """A handle of memory that graphs share when they never run concurrently."""
 
     def adopt_memory(self, handle: Any) -> Any:
-        """The same over memory of the host's, such as `memory_handle` gives (HOST_POOL): it lives
-        at least until `release_memory`. Raises `PoolError` where it can no longer be entered."""
+        """As `new_memory`, over an allocator pool of the host (HOST_POOL), by such a handle as
+        `memory_handle` gives: that pool lives at least until `release_memory`. Raises `PoolError`
+        where it can no longer be entered."""
         raise MissingCapabilityError(f"platform {self.name!r} cannot adopt graph memory")
 
     def memory_handle(self, memory: Any) -> Any:

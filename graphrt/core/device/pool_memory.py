@@ -184,9 +184,9 @@ class PoolMemory:
         version = (reserved["allocated"], reserved["freed"])
         if version == self._ranges_version:
             return
-        # Of all pools: asked for one, torch 2.11 and torch_npu 2.13 release the integers of its id
-        # once too often, which corrupts memory from the 257th pool on (Python never frees smaller
-        # integers).
+        # A snapshot of all pools: asked for one, torch 2.11 and torch_npu 2.13 release the integers
+        # of its id once too often, which corrupts memory from the 257th pool on (Python never frees
+        # smaller integers).
         segments = [
             segment
             for segment in self._allocator.snapshot()

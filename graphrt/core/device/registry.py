@@ -31,8 +31,8 @@ from graphrt.core.device.contract import check_contract
 from graphrt.core.device.platform import Availability, Platform
 
 FAILURES = (Exception, SystemExit)
-"""What a plugin may raise and is left out for: a library that calls `sys.exit()` when it is
-imported must not end the host. Ctrl-C is the user's."""
+"""Errors for which a plugin is left out: a library that calls `sys.exit()` when it is imported must
+not end the host. A Ctrl-C is the user's, and is raised."""
 
 
 @public("graphrt.errors")
@@ -251,7 +251,7 @@ class PlatformRegistry:
     def _load(
         self, plugin: FoundPlatform, ask: Callable[[], list[Platform]]
     ) -> list[FoundPlatform]:
-        """What a plugin, or graphrt by a built-in, gives. It is asked once."""
+        """The platforms of a plugin or a built-in, which is asked once."""
         source = plugin.origin, plugin.name or plugin.plugin
         if source not in self._found:
             try:

@@ -106,5 +106,5 @@ def _within(bounds: tuple[int, ...], most: tuple[int, ...]) -> bool:
     """Whether a batch says as many bounds as a graph has, and none of them is larger."""
     if not bounds or bounds[0] > most[0]:
         return False
-    # As a rule there is one.
+    # Mostly there is one bound.
     return len(most) == 1 or (len(bounds) >= len(most) and all(map(le, bounds, most)))

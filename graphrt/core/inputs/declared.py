@@ -1,5 +1,5 @@
-"""What a host declares of a forward's arguments, whether a step's values are that, and what padding
-rows hold."""
+"""`DeclaredInputs`: what a host declares of a forward's arguments. A step's values are checked
+against it; and it says what padding rows hold, which trials need to know."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LARGE_BYTES = 1 << 30
 _IS_PADDING = "{} as in padding"
 """Stands in `Differing` for an input that has a live row equal to its padding."""
 _RESERVED = {"agreed", "metadata", "self", "updates"}
-"""What a call of a runner, or of a wrapper, takes itself."""
+"""Names of arguments that a call of a runner, or of a wrapper, takes itself."""
 
 
 class DeclaredInputs:
@@ -153,7 +153,7 @@ class DeclaredInputs:
     def differing(
         self, values: Mapping[str, Any], axes: Collection[str]
     ) -> dict[str, frozenset[str]]:
-        """By these axes, the inputs that a trial of this step can say something about.
+        """For each of these axes the inputs of which a trial of this step can show something.
 
         An input with a live row unlike its padding can show that rows are mixed. An integer input
         with a live row equal to its padding can show, if it is an address, that padding writes

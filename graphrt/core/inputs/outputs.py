@@ -27,7 +27,7 @@ OutputAxes = tuple[Any, ...] | Mapping[str, Any] | None
 """Axes of an output, or of several by name or position: see `OutputLayout`."""
 
 OneAxis = int | Axis | None
-"""Of a dimension: a constant size, a batch axis, or None for a size that is not looked at."""
+"""What a dimension is: of a constant size, a batch axis, or None, of any size."""
 
 BatchDims = tuple[tuple[int, Axis], ...]
 """The dimensions of one tensor that are cut to the live rows."""
@@ -180,7 +180,7 @@ class OutputLayout:
                 try:
                     probe(*size)
                 except (OutputError, MemoryError, torch.OutOfMemoryError):
-                    # What it returned is wrong; or there is no room, which says nothing of sizes.
+                    # The outputs are wrong; or memory is lacking, which says nothing of axes.
                     raise
                 except Exception as error:
                     failed = error

@@ -120,7 +120,7 @@ class LeftOut(NamedTuple):
 
 
 Captured = tuple[PlannedCapture, ...]
-"""What is captured, in capture order."""
+"""The graphs that are captured, in capture order."""
 
 
 def budget_lines(budget: Budget, captured: Captured, left_out: Sequence[LeftOut]) -> list[str]:
@@ -204,7 +204,7 @@ def by_priority(keys: Iterable[CaptureKey], worth: Worth) -> list[CaptureKey]:
 
 
 def _fill(order: Iterable[CaptureKey], costs: Costs, budget: Budget) -> set[CaptureKey]:
-    """What fits, in order."""
+    """The keys that fit into the budget, where they take their share in this order."""
     kept: set[CaptureKey] = set()
     used = total_of(())
     for key in order:
@@ -234,7 +234,7 @@ def _left_out(
 
 
 def total_of(costs: Iterable[GraphCost]) -> GraphCost:
-    """What graphs of these costs take together."""
+    """The sum of costs."""
     return sum(costs, GraphCost(graphs=0))
 
 

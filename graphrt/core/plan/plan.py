@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class SizeArguments(TypedDict, total=False):
-    """Those of a plan that say how large its graphs are."""
+    """The arguments of a plan that say how large its graphs are."""
 
     sizes: Sequence[int] | None
     max_size: int | None
@@ -237,7 +237,7 @@ class Plan:
         return plan
 
     def differences(self, other: Plan) -> list[str]:
-        """What another plan prints otherwise: "- " and a line of this one, "+ " and one of it."""
+        """The printed lines that differ: "- " and one of this plan, "+ " and one of the other."""
         check_kind("other", other, Plan, optional=False)
         return saved.differences(self.lines(), other.lines())
 

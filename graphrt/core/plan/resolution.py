@@ -23,7 +23,7 @@ Attention = AttentionSupport | str | Mapping[str, AttentionSupport | str]
 UNNAMED = "attention"
 """The name of an attention backend that nobody named."""
 AUTO = "auto"
-"""Of pieces: those that a compiled module brings along, else breakable capture."""
+"""As `pieces=`: those of a compiled module, else breakable capture."""
 SWITCHED_OFF = "environment"
 """The rule of the step that `GRAPHRT_MODE=NONE` takes."""
 

@@ -31,11 +31,11 @@ FORMAT = 4
 """The version of the file; another one is refused."""
 
 _MOST_BYTES = 1 << 26
-"""Of a file, which is more than the largest plan takes."""
+"""The most that is read of a file, which is more than the largest plan takes."""
 
 
 def plain_arguments(arguments: Any) -> dict[str, Any]:
-    """What a plan was made from, but compiled modules, in JSON's types.
+    """The arguments of a plan in JSON's types, without compiled modules.
 
     Raises `InvalidOptionError` for variants that Python has no literal of.
     """
@@ -124,8 +124,8 @@ def write(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
 def read(
     path: str | os.PathLike[str], plan_of: Callable[[dict[str, Any]], T]
 ) -> tuple[T, list[str], str]:
-    """What `plan_of` makes of the arguments in a file, what that plan printed when it was written,
-    and what it was made with.
+    """The plan that `plan_of` makes of the arguments in a file; the lines that the plan printed
+    when it was written; and the versions that it was made with.
 
     Raises `PlanFileError` for a file that `write` did not write, and for arguments that are none.
     """
@@ -138,7 +138,7 @@ def read(
         plan = plan_of(given_arguments(content["arguments"]))
         return plan, list(map(str, content["printed"])), str(content["made_with"])[:200]
     except Exception as error:
-        # What somebody wrote by hand may fail anywhere in a plan.
+        # A file that was written by hand may fail anywhere in a plan.
         raise errors.PlanFileError(
             f"{shown(path)} is no plan that can be used",
             got=f"{type(error).__name__}: {error}"[:500],

@@ -41,8 +41,8 @@ def by_worth(
 
 
 def fitted_sizes(default: tuple[int, ...], traffic: Traffic, multiple: int = 1) -> tuple[int, ...]:
-    """As many sizes as `default` has, up to its largest, that pad the batches of `traffic` little;
-    all of them multiples of a number."""
+    """Sizes that pad the batches of `traffic` little: as many as `default` has, up to its largest,
+    and all multiples of `multiple`."""
     largest = max(default, default=0)
     live = [-(-size // multiple) * multiple for size, share in traffic.items() if share > 0]
     candidates = {*default, *(min(size, largest) for size in live)}

@@ -406,7 +406,7 @@ class CapturedTask:
 def _trait(leaf: Any) -> Hashable:
     """What two layers' tasks must have in common at one argument to be issued alike."""
     if isinstance(leaf, torch.Tensor):
-        # What is in host memory can be read when the task is issued.
+        # The task may read host memory when it is issued: only the same tensor is alike.
         if leaf.device.type == "cpu":
             return id(leaf)
         return leaf.dtype, tuple(leaf.shape), leaf.stride(), leaf.device

@@ -46,7 +46,7 @@ Progress = Callable[[int, int, BatchDescriptor], None]
 """Told how many graphs are done, of how many, and which one comes next (at the end: the last)."""
 
 _WIDTH = 24
-"""Of a bar, in characters."""
+"""The width of a bar, in characters."""
 
 
 @public("graphrt.types")

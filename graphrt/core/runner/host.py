@@ -54,7 +54,8 @@ class Ranks(Protocol):
     `graphrt.ranks.Agreement`."""
 
     def entrance(self, graphs: Any, run: Run) -> Run:
-        """What is called for a step of the runner with these `graphs`: it calls `run`."""
+        """A function that is called for each step of the runner with these `graphs`, in the place
+        of `run`, which it calls."""
 
     def agree_on_captures(self, graphs: Any, wanted: Sequence[str]) -> None:
         """Before the `wanted` graphs are captured: raise where another rank wants others."""

@@ -26,8 +26,8 @@ from graphrt.core.trust.verdict import TrialRecord
 from graphrt.core.trust.watching.pointers import UnknownMemory
 
 FORMAT = 2
-"""Of `to_dict()`: it grows when a key goes or means something else. New keys may come at any
-time."""
+"""The version of `to_dict()`: it grows when a key is removed or means something else. New keys may
+come at any time."""
 
 _FIGURES = (
     *("device", "capture_s", "pool_bytes", "driver_bytes"),
@@ -40,7 +40,7 @@ _MOST_ROWS = 24
 @public("graphrt.types")
 @dataclass(frozen=True)
 class TrustReport:
-    """What is known of whether the graphs stand for their forward.
+    """What is known of whether the graphs equal their forward.
 
     `reads` is what watched warm-ups read and wrote beside the inputs, kept alive until `release()`;
     `trials` what came of trying each graph, "untried" until a step or `Host(example=)` has.
@@ -243,7 +243,7 @@ def _graph(
 
 
 def _plain_trust(trust: TrustReport) -> dict[str, Any]:
-    """As plain data; trials are with their graphs."""
+    """As plain data, without the trials, which are with their graphs."""
     unknown = trust.unknown
     return {
         "only_graphs_bytes": trust.only_graphs_bytes,
@@ -305,7 +305,7 @@ def report_lines(figures: Mapping[str, Any], between: Iterable[str] = ()) -> Ite
 
 
 def _changes(trust: Mapping[str, Any]) -> Iterator[str]:
-    """How changes in Python are seen."""
+    """Lines on how soon a change in Python is seen."""
     if not trust["glance_steps"]:
         return
     watched, delay = trust["dicts_watched"], f"seen after {trust['glance_steps']} steps at most"

@@ -50,7 +50,7 @@ from graphrt.core.trust.warm_up import WarmedUp
 from graphrt.core.trust.watching.watch import Watch
 
 _SEED = 0
-"""Of the generator that examples are made with: the same on every rank."""
+"""The seed of the generator that examples are made with: the same on every rank."""
 
 
 def run_trial(
@@ -240,7 +240,7 @@ class _TriedParts(guards.SideDoors):
             guards.in_eager_part.set(None)
 
 
-# Of a wrapper -----------------------------------------------------------------------------------
+# Trials of a wrapper's calls --------------------------------------------------------------------
 
 
 @public("graphrt")
