@@ -201,7 +201,7 @@ def _explained(
                 runner(batch, **values)
             by_graph = _seconds(lambda: runner(batch, **values), sync)
         except GraphRTError as error:
-            # What runs between two segments may return other values, or shapes, than at capture.
+            # An eager part may return other values, or shapes, than at capture.
             failure = f"{type(error).__name__}: {error}"
         eagerly = _seconds(lambda: forward(**values), sync)
     report = runner.report()
