@@ -52,7 +52,7 @@ _MOST_NAMES = 6
 
 @dataclass(frozen=True)
 class Obstacle:
-    """What no graph can hold: an operator with its line, where they are known."""
+    """Something that no graph can hold, with its operator and line if they are known."""
 
     what: str
     advice: str

@@ -41,7 +41,7 @@ VARIABLES_NOT_IN_KEY = {
     r"\w+_WORKER_\w+": "how many compile at once",
     r"\w*(DEBUG|TRACE|LOG|LOGS|DUMP|PRINT|VERBOSE|PROFILE|PROGRESS)(_\w+)?": "for reading only",
 }
-"""Those of them that are not in the key, and why."""
+"""Patterns of such variables that are not in the key, and why."""
 
 
 @dataclass
