@@ -25,8 +25,8 @@ class AcceleratorCaptures(Captures[GraphMemory]):
         self._replacements: dict[int, torch.Stream] = {}
 
     def _stream_to_capture(self) -> torch.Stream:
-        """Raises `NestedCaptureError` if the current stream is being captured already, and
-        `CaptureError` if a capture on it could not be ended and the device has no other."""
+        """The current stream. Raises `NestedCaptureError` if it is being captured already, and
+        `CaptureError` if it is lost and the device has no other."""
         stream = torch.accelerator.current_stream()
         if self.is_lost(stream):
             raise CaptureError(

@@ -163,7 +163,7 @@ def check_tensors(
 
 
 def check_strides(*tensors: torch.Tensor) -> None:
-    """Raise `InvalidInputError` where kernels that read rows in one piece cannot."""
+    """Raise `InvalidInputError` for a tensor whose last dimension is not contiguous."""
     for tensor in tensors:
         if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             raise InvalidInputError(

@@ -116,8 +116,8 @@ class Arena:
         return tensor, held, ref(view)
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Same address, sizes, strides and extent of its storage; keeps the memory mapped, but not
-        the block in use."""
+        """A tensor with the same address, sizes, strides and extent of its storage. It keeps the
+        memory mapped, but not the block in use."""
         whole = tensor.untyped_storage()
         address = whole.data_ptr()
         chunk = self._chunk_of(address)

@@ -52,7 +52,7 @@ _MOST_NAMES = 6
 
 @dataclass(frozen=True)
 class Obstacle:
-    """What no graph can hold: an operator with its line, where they are known."""
+    """Something that no graph can hold, with its operator and line if they are known."""
 
     what: str
     advice: str
@@ -201,7 +201,7 @@ def _explained(
                 runner(batch, **values)
             by_graph = _seconds(lambda: runner(batch, **values), sync)
         except GraphRTError as error:
-            # What runs between two segments may return other values, or shapes, than at capture.
+            # An eager part may return other values, or shapes, than at capture.
             failure = f"{type(error).__name__}: {error}"
         eagerly = _seconds(lambda: forward(**values), sync)
     report = runner.report()

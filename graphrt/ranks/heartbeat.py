@@ -105,8 +105,8 @@ class Heartbeat:
     def close(self, wait_s: float) -> None:
         """Stop beating. Rank 0, which holds the store, waits until the others have left too or are
         silent, for `wait_s` seconds at most: they read in the store why ranks have left."""
-        ended = time.monotonic() + wait_s
-        while self.rank == 0 and time.monotonic() < ended:
+        deadline = time.monotonic() + wait_s
+        while self.rank == 0 and time.monotonic() < deadline:
             try:
                 self._update()
             except StoreLostError:
@@ -122,31 +122,31 @@ class Heartbeat:
         those that say they stopped; else those without beats; else those that have not reached the
         step. Takes at most `wait_s` seconds. Without a store, the last signs count."""
         now = time.monotonic()
-        ended = now + wait_s
+        deadline = now + wait_s
         # No rank is called silent earlier: a slow one beats again, and one that was just killed has
         # not missed enough beats yet.
-        least = now + max(self._silence + 2 * self._interval - waited_s, 0.0)
+        verdict_from = now + max(self._silence + 2 * self._interval - waited_s, 0.0)
         while True:
             has_store = True
             try:
                 self._update()
             except StoreLostError:
                 has_store = False
-            said, silent = self._said(), self._silent()
-            if said:
-                return said
-            if time.monotonic() > least:
+            stopped, silent = self._stopped(), self._silent()
+            if stopped:
+                return stopped
+            if time.monotonic() > verdict_from:
                 if silent or not has_store:
                     return silent or [_WITHOUT_STORE]
                 behind = [s for s in self._others() if s.step < step and s.error is None]
-                if behind or time.monotonic() > ended:
+                if behind or time.monotonic() > deadline:
                     return behind or [s for s in self._others() if s.error is not None]
             time.sleep(self._interval)
 
     def _others(self) -> list[Sign]:
         return [sign for sign, _ in self._last_signs if sign.rank != self.rank]
 
-    def _said(self) -> list[Sign]:
+    def _stopped(self) -> list[Sign]:
         # Not a rank that left because of another one: it may have ended before that one did.
         return [sign for sign in self._others() if sign.error is not None and sign.is_cause]
 

@@ -24,7 +24,7 @@ import torch
 from graphrt.compile import CompileOptions, compile_module
 from graphrt.compile.backend import process
 from graphrt.compile.cache.store import CompileCacheWarning
-from graphrt.compile.pieces.cached import KeptPieces
+from graphrt.compile.pieces.cached import CachedPieces
 
 needs_compiler = pytest.mark.skipif(
     shutil.which("g++") is None, reason="Inductor on the CPU needs g++"
@@ -298,7 +298,7 @@ def test_trouble_with_the_temporary_directory_rejects_nothing(
     with monkeypatch.context() as patched:
         patched.setattr("tempfile.mkdtemp", Mock(side_effect=OSError("no space left")))
         with pytest.warns(CompileCacheWarning, match=r"is not loaded.*no space left"):
-            assert KeptPieces.load(Mock(), "piece", 1) is None
+            assert CachedPieces.load(Mock(), "piece", 1) is None
     assert compiled_in(tmp_path).figures.loads == 1
 
 

@@ -137,7 +137,7 @@ class FlashAttention3(AttentionBackend):
 def operands(
     shape: AttentionShape, query: torch.Tensor, caches: tuple[torch.Tensor, ...]
 ) -> dict[str, torch.Tensor]:
-    """The tensors of `flash_attn_with_kvcache`; of latents the part with the rope is the key."""
+    """The tensors of `flash_attn_with_kvcache`; for latents, the rope part is the key."""
     if not isinstance(shape, LatentShape):
         return {"q": query, "k_cache": caches[0], "v_cache": caches[1]}
     latents = caches[0].unsqueeze(2)

@@ -88,7 +88,7 @@ def key_dims(shape: AttentionShape) -> int:
 
 
 def _key_costs(shape: AttentionShape) -> tuple[float, float]:
-    """Bytes moved for one key: by gathering it, and (or what takes as long) by a slot's attention.
+    """The costs of one key, in bytes moved: of gathering it, and of one slot's attention to it.
 
     A gathered number is read, written and read again. A device multiplies and adds about 64 times
     in the time of a byte, and a mask is a few bytes of each head of a group.

@@ -160,7 +160,7 @@ class CacheEntry:
         return pieces
 
     def _make_directory(self) -> None:
-        """Once; raises `OSError`, also where others may write the entry."""
+        """Make the entry's directory, once; raises `OSError`, also if others may write it."""
         if not self._made:
             make_private(self.directory)
             with opened(self._root, *self._folders):

@@ -16,7 +16,7 @@ from graphrt.compile.backend.choice import Backend, backend_for
 from graphrt.compile.cache.key.parts import Compilation
 from graphrt.compile.errors import ReassignedStateError
 from graphrt.compile.options import CompileOptions
-from graphrt.compile.pieces.cached import KeptPieces
+from graphrt.compile.pieces.cached import CachedPieces
 from graphrt.compile.pieces.compiler import Compiler
 from graphrt.compile.pieces.figures import Figures, compiled_line, readable, traced_line
 from graphrt.compile.pieces.partition import Partitioned, partitions
@@ -76,7 +76,7 @@ def build(
     started = time.perf_counter()
     traced_call = _traced(subject, bound, options, figures, graphs=graphs)
     traced = traced_call.traced
-    backend, kept = _backend(subject, traced_call, options, figures)
+    backend, cache = _backend(subject, traced_call, options, figures)
     partitioned, figures.partition_reason = partitions(options, traced_call.device.type)
     split_at = _checked_operators(options.splitting_ops)
     operators = DEFAULT_SPLITTING_OPS if split_at is None else split_at
@@ -89,18 +89,18 @@ def build(
         backend,
         figures,
         traced_call,
-        kept=kept,
+        cache=cache,
         sizes=() if subject.small else static_sizes,
         partition_at=operators if partitioned else None,
     )
-    is_never_captured = nothing_to_wrap(pieces, whole_graph=options.whole_graph)
-    captures = None if is_never_captured else wrapping
-    stitched, wrappers, text = _stitched(compiler, traced_call, pieces, subject, options, captures)
+    captures_nothing = nothing_to_wrap(pieces, whole_graph=options.whole_graph)
+    captured = None if captures_nothing else wrapping
+    stitched, wrappers, text = _stitched(compiler, traced_call, pieces, subject, options, captured)
     figures.compile_s = time.perf_counter() - started
     logger.info(compiled_line(figures))
 
     run = restoring_settings(stitched.function, traced.graph.graph)
-    if is_never_captured and wrapping is not None:
+    if captures_nothing and wrapping is not None:
         wrappers.append(wrapping.wrap(run, breakable=True))
         run = wrappers[-1]
     if traced_call.around is None:
@@ -139,22 +139,22 @@ def _traced(
 
 def _backend(
     subject: Subject, traced_call: TracedCall, options: CompileOptions, figures: Figures
-) -> tuple[Backend, KeptPieces | None]:
+) -> tuple[Backend, CachedPieces | None]:
     """The backend for the pieces of a traced call, and their entry in the cache."""
-    kept, device = None, traced_call.device
+    cache, device = None, traced_call.device
     if options.backend != "eager":
         traced = traced_call.traced
-        kept = KeptPieces.open(
+        cache = CachedPieces.open(
             Compilation(options, traced.codes, traced.graph, device, subject.small)
         )
     backend, figures.backend_reason = backend_for(
         options.backend,
         device.type,
         autotune=options.autotune,
-        compiles=kept is None or not kept.had_pieces,
+        compiles=cache is None or not cache.had_pieces,
     )
     figures.backend = backend.name
-    return backend, None if backend.name == "eager" else kept
+    return backend, None if backend.name == "eager" else cache
 
 
 def _stitched(
@@ -168,7 +168,7 @@ def _stitched(
     """Compile the pieces, and generate the function that calls them all. Also returns the wrappers
     that capture them, and the graph as Python."""
     graph = traced_call.traced.graph
-    kept = compiler.kept
+    cache = compiler.cache
     compiled = [compiler.compile(piece) for piece in pieces]
     calls, wrappers = _captured(
         compiled,
@@ -179,9 +179,9 @@ def _stitched(
     )
     stitched = stitch(traced_call.around, graph, pieces, calls, subject)
     text = readable(graph, compiled)
-    if kept is not None:
-        kept.entry.write_text("computation_graph.py", text)
-        kept.entry.write_text("transformed_code.py", stitched.source)
+    if cache is not None:
+        cache.entry.write_text("computation_graph.py", text)
+        cache.entry.write_text("transformed_code.py", stitched.source)
     return stitched, wrappers, text
 
 

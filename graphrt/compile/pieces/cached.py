@@ -16,7 +16,7 @@ from graphrt.compile.cache.key.parts import Compilation
 from graphrt.compile.cache.store import unpack, warn
 
 
-class KeptPieces:
+class CachedPieces:
     """The pieces of one module in the compile cache; the name of a piece is a hash of its graph."""
 
     def __init__(self, entry: CacheEntry) -> None:
@@ -26,7 +26,7 @@ class KeptPieces:
         less about called functions, and a hit does not tell for which sizes the code is right."""
 
     @classmethod
-    def open(cls, compilation: Compilation) -> KeptPieces:
+    def open(cls, compilation: Compilation) -> CachedPieces:
         """The entry for a compilation. It keeps nothing, with a warning, if a dependency of the
         code cannot be read."""
         options, key = compilation.options, compilation.key()

@@ -20,7 +20,7 @@ from graphrt.compile.pieces.by_size import (
     static_inputs,
     varies_by,
 )
-from graphrt.compile.pieces.cached import KeptPieces
+from graphrt.compile.pieces.cached import CachedPieces
 from graphrt.compile.pieces.figures import Figures
 from graphrt.compile.pieces.partition import Partitioned, collecting
 from graphrt.compile.pieces.wrapping import RunnablePiece
@@ -43,7 +43,7 @@ class Compiler:
 
     Each of `sizes` of the call's symbol gets code of its own in addition. With `partition_at`
     Inductor partitions its code at these operators, and `partitioned` is all such code. Compiled
-    code is stored in `kept`, and loaded from it.
+    code is stored in `cache`, and loaded from it.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Compiler:
         figures: Figures,
         traced_call: TracedCall,
         *,
-        kept: KeptPieces | None,
+        cache: CachedPieces | None,
         sizes: Sequence[int],
         partition_at: Sequence[str] | None = None,
     ) -> None:
@@ -65,7 +65,7 @@ class Compiler:
         self._partition_at = partition_at
         self.partitioned: list[Partitioned] = []
         self._code_of: dict[str, Callable[..., Any]] = {}
-        self.kept = kept
+        self.cache = cache
 
     def compile(self, piece: Piece) -> RunnablePiece:
         """A piece and its code; a splitting one runs uncompiled."""
@@ -170,20 +170,20 @@ class Compiler:
     def _loaded_or_compiled(
         self, graph: fx.GraphModule, inputs: Sequence[Any], name: str, *, static: bool
     ) -> Callable[..., Any]:
-        if self.kept is not None:
-            loaded = self.kept.load(name, returned_count(graph))
+        if self.cache is not None:
+            loaded = self.cache.load(name, returned_count(graph))
             if loaded is not None:
                 self._figures.loads += 1
                 return loaded
         backend, why_eager = self._backend, ""
-        if self.kept is not None and self.kept.had_pieces:
+        if self.cache is not None and self.cache.had_pieces:
             # The backend was chosen to load pieces only, and this one is missing: choose again.
             other, why_eager = backend_for(backend.name, self._device_type, compiles=True)
             if why_eager:
                 backend, self._figures.backend_reason = other, why_eager
-        apart = nullcontext() if self.kept is None else compiler_caches_apart(self.kept.tag)
+        own_caches = nullcontext() if self.cache is None else compiler_caches_apart(self.cache.tag)
         try:
-            with torch.no_grad(), apart:
+            with torch.no_grad(), own_caches:
                 compiled: Any = backend.compile(graph, inputs, static=static)
         except GraphRTError:
             raise
@@ -191,8 +191,8 @@ class Compiler:
             raise _not_compiled(backend.name, name, error) from error
         self._figures.compilations += 1
         self._figures.static_compilations += static
-        if self.kept is not None and not why_eager:
-            self.kept.store(name, compiled)
+        if self.cache is not None and not why_eager:
+            self.cache.store(name, compiled)
         code: Callable[..., Any] = compiled
         return code
 

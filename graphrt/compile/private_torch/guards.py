@@ -64,8 +64,10 @@ class GuardFilter:
 
     def __init__(self) -> None:
         self.zeros: dict[str, None] = {}
+        """Names of floats that are 0.0 or -0.0."""
         self.defaults: dict[str, None] = {}
-        self.held: list[object] = []
+        """Names of functions' `__defaults__`."""
+        self.kept_alive: list[object] = []
         self.read: frozenset[str] = frozenset()
 
     def __call__(self, entries: Sequence[GuardEntry]) -> list[bool]:
@@ -76,7 +78,7 @@ class GuardFilter:
                 self.defaults[default[1]] = None
             if each.has_value and isinstance(each.value, _COMPARED_BY_ID):
                 # The guard compares ids, and another object may get the id of a freed one.
-                self.held.append(each.value)
+                self.kept_alive.append(each.value)
         return [self._is_kept(each) for each in entries]
 
     def _is_kept(self, entry: GuardEntry) -> bool:
@@ -137,7 +139,7 @@ class Guards:
         self._properties += [
             self._property_of(name, len, "len({0}) == {2}", arguments) for name in kept.defaults
         ]
-        self._kept = (manager, kept.held)
+        self._kept = (manager, kept.kept_alive)
 
     def hold(self, arguments: Mapping[str, Any]) -> bool:
         """Whether nothing has changed since the trace."""

@@ -72,7 +72,7 @@ def _patch(name: PrivateName) -> Callable[[Replace], Callable[..., AbstractConte
                 try:
                     name.find()
                     owner = PrivateName(path, name.without, name.seen).find()
-                    # As it is in the class: a class method with its decorator.
+                    # From `vars`, so that a class method is put back with its decorator.
                     original = vars(owner)[attribute]
                     setattr(owner, attribute, replace(original, *arguments))
                     undo.callback(setattr, owner, attribute, original)

@@ -188,19 +188,19 @@ class _Contexts:
         self._graph = graph
         self._is_splitting = is_splitting
         self._enter, self._exit = autocast_calls()
-        self._wanted: list[fx.Node] = []
+        self._open_in_forward: list[fx.Node] = []
         self._entries: Counter[fx.Node] = Counter()
         self._writers: dict[fx.Node, fx.Node] = {}
-        self._entered: list[tuple[fx.Node, fx.Node]] = []
+        self._open_in_piece: list[tuple[fx.Node, fx.Node]] = []
         self._last: fx.Node | None = None
         self._side = False
 
     def defer(self, node: fx.Node) -> bool:
         """Note a node that enters or leaves autocast, until an operator needs it; else False."""
         if node.target is self._enter:
-            self._wanted.append(node)
+            self._open_in_forward.append(node)
         elif node.target is self._exit:
-            self._wanted.remove(node.all_input_nodes[0])
+            self._open_in_forward.remove(node.all_input_nodes[0])
         else:
             return False
         self.replaced.append(node)
@@ -209,33 +209,33 @@ class _Contexts:
     def enter_before(self, node: fx.Node) -> None:
         """Enter, before a node, the contexts that the forward has open there; leave all others."""
         side = self._is_splitting(node)
-        kept = _common_prefix([each for each, _ in self._entered], self._wanted)
+        kept = _common_prefix([each for each, _ in self._open_in_piece], self._open_in_forward)
         self.close(kept if side is self._side else 0)
         self._side = side
         with self._graph.inserting_before(node):
-            for each in self._wanted[len(self._entered) :]:
+            for each in self._open_in_forward[len(self._open_in_piece) :]:
                 entry = self._graph.node_copy(each)
                 self.sides[entry] = side
                 self._entries[each] += 1
-                self._entered.append((each, entry))
+                self._open_in_piece.append((each, entry))
         self._last = node
 
     def check(self, changed: set[fx.Node], node: fx.Node) -> None:
         """Raise `CompileError` where a weight is written inside of autocast that has to be entered
         more than once: autocast keeps the cast of a weight until it is left."""
-        # Autocast keeps casts of these only, and `is_leaf` of a view may raise.
+        # Autocast keeps casts of leaves only. Views are left out: their `is_leaf` may raise.
         values = [value_of(each) for each in changed if each.op in ("placeholder", "get_attr")]
         if any(isinstance(v, torch.Tensor) and v.requires_grad and v.is_leaf for v in values):
-            self._writers.update(dict.fromkeys(self._wanted, node))
-        for each in self._wanted:
+            self._writers.update(dict.fromkeys(self._open_in_forward, node))
+        for each in self._open_in_forward:
             if self._entries[each] > 1 and each in self._writers:
                 raise _WRITTEN_UNDER_AUTOCAST(self._writers[each].format_node())
 
     def close(self, kept: int) -> None:
         """Leave all contexts but the first `kept`, right after the last node that needed them."""
-        while len(self._entered) > kept:
+        while len(self._open_in_piece) > kept:
             assert self._last is not None
-            _, entry = self._entered.pop()
+            _, entry = self._open_in_piece.pop()
             with self._graph.inserting_after(self._last):
                 self._last = self._graph.call_function(self._exit, (entry,))
             self.sides[self._last] = self._side

@@ -277,5 +277,5 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _geometry(value: Any) -> tuple[object, ...]:
-    # As text: comparing symbolic sizes would decide something about them.
+    # As text: a comparison of symbolic sizes would become a condition of the trace.
     return (value.dtype, str(tuple(value.shape)), str(value.stride()), str(value.storage_offset()))

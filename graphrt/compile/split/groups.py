@@ -114,7 +114,7 @@ def _with_allocations_moved(
 
 
 def _with_views_moved(groups: Sequence[NodeGroup], roles: Roles) -> list[NodeGroup]:
-    """A group of views alone would be captured as an empty graph."""
+    """Move groups of views alone to a neighbour: each would be captured as an empty graph."""
     kept: list[NodeGroup] = []
     leading: list[fx.Node] = []
     for group in groups:

@@ -292,7 +292,7 @@ def _shape_text(shape: Sequence[int | None]) -> str:
 
 
 def axis_symbol(axis: tuple[str, int]) -> Any:
-    """An axis and an offset as a size for conditions that people read."""
+    """The size of an axis plus an offset, for conditions in error texts."""
     import sympy  # type: ignore[import-untyped]
 
     name, offset = axis
@@ -313,7 +313,7 @@ class Overlaps:
         return bool(self._written) or self._writes_weights
 
     def check(self, leaves: Sequence[Leaf], weights: Mapping[str, torch.Tensor]) -> None:
-        """Raise `RetraceError` for two tensors of a call in one memory of which one is written."""
+        """Raise `RetraceError` if two tensors of a call share memory and the graph writes one."""
         tensors = [leaf for leaf in leaves if _has_memory(leaf.value)]
         for index, one in enumerate(tensors):
             for other in tensors[:index]:

@@ -126,9 +126,9 @@ def with_replaced(value: Any, replacements: dict[int, torch.Tensor]) -> Any:
 
 def fresh_among(tensors: list[torch.Tensor], arguments: tuple[Any, ...]) -> list[torch.Tensor]:
     """Those of `tensors` that share no memory with the tensors in `arguments`."""
-    held = set(storage_ids(tree.tensors(*arguments)))
-    storages = storage_ids(tensors)
-    return [t for t, storage in zip(tensors, storages, strict=True) if storage not in held]
+    argument_storages = set(storage_ids(tree.tensors(*arguments)))
+    both = zip(tensors, storage_ids(tensors), strict=True)
+    return [tensor for tensor, storage in both if storage not in argument_storages]
 
 
 def unexpanded(tensor: torch.Tensor) -> torch.Tensor:

@@ -149,7 +149,7 @@ def _out_spellings(
     kwargs: dict[str, Any],
     outs: Sequence[torch.Tensor],
 ) -> Iterator[Call]:
-    """The calls that issue the same as `reference`, an out variant, the fastest first."""
+    """Calls that issue the same operator as `reference`, an out variant; the fastest first."""
     out = outs[0] if len(outs) == 1 else tuple(outs)
     for fast in _bindings(op.name):
         call = Call(fast, reference.args, kwargs | {"out": out})
@@ -222,7 +222,7 @@ def _mutated(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 def _same_call(reference: Call, call: Call, answer: Any) -> bool:
-    """Whether each of them issues one operator, both the same one with the same arguments."""
+    """Whether each call issues exactly one operator: the same one, with the same arguments."""
     try:
         with _Probe(answer) as probe:
             reference()

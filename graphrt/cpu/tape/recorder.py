@@ -85,7 +85,7 @@ class Tape(ThreadMode):
         self._guard = replay_guard(inference=inference)
         self.aliases = Aliases(arena)
         self.constants = TapeConstants(arena)
-        self.own = OwnTensors(arena)
+        self.own_tensors = OwnTensors(arena)
         self._factors: list[tuple[Operator, Source | None, list[int]]] = []
 
     def handle(
@@ -110,14 +110,14 @@ class Tape(ThreadMode):
         if op.composite:
             return self.take_apart(func, args, kwargs)
         if op.name == "aten::lift_fresh":
-            return self.own.note(self.constants.take(args[0]))
+            return self.own_tensors.note(self.constants.take(args[0]))
         if op.metadata_only:
             return self._change_metadata(op, args, kwargs)
         if op.mutates:
             return self._mutate(op, args, kwargs)
         result = self._compute(op, args, kwargs)
         self.constants.derive(op, (args, kwargs), result)
-        return self.own.note(result)
+        return self.own_tensors.note(result)
 
     def _checked_arguments(
         self, rule: Rule, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -156,7 +156,7 @@ class Tape(ThreadMode):
         if not self.constants.are_constant(mask):
             return None
         columns = mask.nonzero().unbind(1)
-        return [self.own.note(self.constants.take(column.clone())) for column in columns]
+        return [self.own_tensors.note(self.constants.take(column.clone())) for column in columns]
 
     def finish(self) -> list[Step]:
         """The steps, without copies of outputs that nothing ever read."""
@@ -174,14 +174,14 @@ class Tape(ThreadMode):
                 old = step.lowered
                 step.lowered = Lowered(old.kind, old.call, read, old.flat, old.checked)
         self.aliases.clear()
-        self.own.clear()
+        self.own_tensors.clear()
         return self.steps
 
     # The kinds of operators -------------------------------------------------------------------
 
     def _change_metadata(self, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # No step: later steps have the tensor's new shape, and a replayed `t_()` would undo it.
-        if not self.own.has(args[0]) and changes_metadata(op, args, kwargs):
+        if not self.own_tensors.has(args[0]) and changes_metadata(op, args, kwargs):
             raise CHANGED_METADATA(op=op.label)
         try:
             return op.func(*args, **kwargs)

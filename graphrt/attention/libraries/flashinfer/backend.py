@@ -150,6 +150,6 @@ class FlashInferAttention(AttentionBackend):
 
 
 def worst_case(tokens: int, reqs: int, max_context: int) -> Lengths:
-    """As many requests as there can be, of the longest context, with all tokens among them."""
+    """`reqs` requests of the longest context, with the new `tokens` spread over them."""
     each, rest = divmod(tokens, reqs)
     return Lengths((max_context,) * reqs, (each + 1,) * rest + (each,) * (reqs - rest))

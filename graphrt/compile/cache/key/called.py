@@ -107,7 +107,7 @@ class CalledSources:
         self._add(str(operator), *registrations(operator), *described)
 
     def _libraries(self, operator: Any) -> list[str]:
-        """The extensions that contain an operator's name: the one that registers it must."""
+        """Digests of the extensions whose files contain an operator's name: one registers it."""
         short = str(overload_name(operator)).rpartition("::")[2].encode()
         described = [
             f"{Path(file).name} {self._values.file(file)}"

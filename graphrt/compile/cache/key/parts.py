@@ -41,7 +41,7 @@ VARIABLES_NOT_IN_KEY = {
     r"\w+_WORKER_\w+": "how many compile at once",
     r"\w*(DEBUG|TRACE|LOG|LOGS|DUMP|PRINT|VERBOSE|PROFILE|PROGRESS)(_\w+)?": "for reading only",
 }
-"""Those of them that are not in the key, and why."""
+"""Patterns of such variables that are not in the key, and why."""
 
 
 @dataclass
@@ -94,7 +94,7 @@ def _called(compilation: Compilation) -> dict[str, object]:
 
 def _sources(compilation: Compilation) -> dict[str, str]:
     for code in compilation.codes:
-        # Generated code has no file; what it says is in the pieces.
+        # Generated code has no file. Its operators are in the graph, whose hash names a piece.
         if not code.co_filename.startswith("<"):
             compilation.sources.add(code)
     return compilation.sources.digests()

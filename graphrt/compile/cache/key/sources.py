@@ -162,7 +162,7 @@ def names_in(code: CodeType) -> Names:
 
 
 def is_library(value: Any) -> bool:
-    """Whether a module, class or function comes from such a file, or is built in."""
+    """Whether a module, class or function comes from a library's file, or is built in."""
     if isinstance(value, FunctionType):
         return is_library_file(value.__code__.co_filename)
     module = value if isinstance(value, ModuleType) else sys.modules.get(value.__module__ or "")

@@ -258,7 +258,7 @@ class Values:
         wrapped = inspect.unwrap(value, stop=lambda each: isinstance(each, FunctionType))
         if wrapped is not value:
             return [_name(kind), self.of(wrapped)]
-        # Of a subclass, whose own text may be anything.
+        # A subclass of a number: its own `repr` may leave the number out.
         number = [base.__repr__(value) for base in _NUMBERS if isinstance(value, base)]
         parts = [_name(kind), *number, *self._class(kind, names)]
         held = {name for name in names if name in _attributes(value)}

@@ -115,7 +115,7 @@ def ambient_state(device_type: str) -> dict[str, object]:
     """The settings of torch around a trace; for a CPU the number of threads, which its code has."""
     deterministic: Any = torch.utils.deterministic
     settings = {name: _plain(value) for name, value in settings_now().items()}
-    # A cast is kept for the next use of a tensor only where autocast is on.
+    # Not in `settings_now`. With its cache on, autocast casts a tensor once and reuses the result.
     settings["autocast cache"] = torch.is_autocast_cache_enabled()
     settings["inference mode"] = torch.is_inference_mode_enabled()
     settings["fill uninitialized memory"] = deterministic.fill_uninitialized_memory
