@@ -56,7 +56,7 @@ class CudaPlatform(Platform):
     fetch_limit_s: float | None = 12e-6
     """How many seconds longer than an empty fetch a fetch may take: what a copy costs host and
     device (benchmarks/gpu/inputs.py). Measured when a ring is made. None: not measured."""
-    # HIP has graphs and streams like CUDA, but not the driver calls that update tasks.
+    # HIP has graphs and streams like CUDA; updates of tasks need the CUDA driver.
     capabilities = frozenset(
         {
             Capability.CAPTURE,

@@ -1,8 +1,8 @@
 """Captures, templates, streams and contexts, by the CUDA driver.
 
 The driver works in the calling thread's current context. A new thread has none until torch first
-needs one there. `need()` sets it: without it a step whose inputs are all on the host, which begins
-with a fetch by the driver, would fail in a new thread.
+needs one there. `need()` and `enter_context()` set it: without them a step whose inputs are all on
+the host, which begins with a fetch by the driver, would fail in a new thread.
 """
 
 from __future__ import annotations

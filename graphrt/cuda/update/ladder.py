@@ -90,7 +90,7 @@ class Ladder:
 
     A round sets one node after the other, and `settle` ends it. If the driver refused a node, the
     template gets all parameters, and the executable is updated from the whole template, else
-    instantiated from it again. Where that fails too the graph is given up: no update goes to it.
+    instantiated from it again. If that fails too the graph is given up: later updates raise.
     """
 
     def __init__(self, calls: Calls, counts: UpdateCounts) -> None:

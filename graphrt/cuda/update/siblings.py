@@ -21,7 +21,8 @@ from graphrt.cuda.update.node_parameters import PatchedSetting, Setting, SharedS
 CHECKS = 2
 """Sets of host arguments, besides those of the capture, whose layers are all compared."""
 REMEMBERED = 256
-"""Sets of host arguments whose parameters are remembered, as long as they are few images."""
+"""The most sets of host arguments whose parameters are remembered; fewer if a set has many images,
+of which `REMEMBERED_IMAGES` are kept."""
 REMEMBERED_IMAGES = 8192
 
 Issue = Callable[[TaskUpdate], Images]

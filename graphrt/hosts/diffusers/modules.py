@@ -69,7 +69,7 @@ class ModulePicture:
         self._same: list[Any] = []
         self._tensors = walk.tensors
         for container in self._containers:
-            if type(container) is set:  # hashable members do not change in place
+            if type(container) is set:  # a member keeps what its hash depends on
                 continue
             for key, value in _items_of(container):
                 is_watched = isinstance(value, torch.Tensor) or id(value) in walk.entered

@@ -1,6 +1,6 @@
 """`ModelGraphs`: the seam between a model that generates and its graphs.
 
-1. Three methods are in front of the model's own: `forward`, `generate` and
+1. Three methods of the model are replaced on the instance: `forward`, `generate` and
    `_prepare_cache_for_generation`.
 2. `generate` takes the lease of the memory: one call at a time has it, others run as before. The
    cache that it prepares is then a `KeptCache` over the memory.
@@ -104,7 +104,7 @@ class ModelGraphs(Seam):
             return cache
 
     def _take_over(self, cache: KeptCache | KeptPair | None) -> None:
-        """Give the memory to another cache; the one that has it takes its tensors along."""
+        """Give the memory to another cache; the one that has it copies its tensors out first."""
         holder = self._holder()
         if holder is not None:
             holder.detach()

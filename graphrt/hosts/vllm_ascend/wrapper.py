@@ -53,7 +53,8 @@ class ACLGraphWrapper:
         enable_enpu: bool = False,
     ) -> None:
         """`runtime_mode` is vLLM's; raises `InvalidModeError` for NONE. `use_eagle` and
-        `enable_enpu` say in which steps vllm-ascend waits for the device; graphrt never waits.
+        `enable_enpu` say in which steps vllm-ascend waits for the device. graphrt lets the device
+        wait in all steps.
         """
         self.runnable = runnable
         self.vllm_config = vllm_config
