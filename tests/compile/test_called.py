@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import linecache
+import operator
 import warnings
 import weakref
 from collections import deque
@@ -148,6 +149,8 @@ def kept(factor: float) -> Holder:
         lambda n: closed_over(closed_over(n)),
         lambda n: closed_over(staticmethod(closed_over(n))),
         lambda n: closed_over(deque([n])),
+        lambda n: closed_over(operator.itemgetter(int(n))),
+        lambda n: closed_over(operator.attrgetter(f"factor_{int(n)}")),
         lambda n: closed_over(bytearray([int(n)])),
         lambda n: closed_over(Fraction(n)),
         lambda n: closed_over(Percent(n)),

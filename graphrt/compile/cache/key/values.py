@@ -15,6 +15,7 @@ import functools
 import hashlib
 import inspect
 import logging
+import operator
 import os
 import re
 import sys
@@ -51,6 +52,7 @@ from graphrt.compile.cache.key.sources import (
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, range, type(Ellipsis))
 _NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
+_WHOLE_IN_REPR = (re.Pattern, operator.attrgetter, operator.itemgetter, operator.methodcaller)
 _NUMBERS = (int, float, complex, str, bytes, bytearray, Decimal, Fraction)
 _STATELESS = (logging.Logger, logging.LoggerAdapter, torch.library.Library, torch.SymInt)
 _ARGUMENTS = (torch.dtype, torch.layout, torch.memory_format, SimpleNamespace, *_NUMBERS[5:])
@@ -249,7 +251,7 @@ class Values:
         kind = type(value)
         if isinstance(value, enum.Enum):
             return [_name(kind), value.name, self.of(value.value)]
-        if isinstance(value, re.Pattern):
+        if isinstance(value, _WHOLE_IN_REPR):
             return [repr(value)]
         if isinstance(value, _STATELESS):
             return [_name(kind)]
