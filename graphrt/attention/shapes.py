@@ -34,12 +34,12 @@ class GroupedShape:
 
     @property
     def softmax_scale(self) -> float:
-        """What scores are multiplied with."""
+        """The factor of the scores before softmax."""
         return self.head_dim**-0.5 if self.scale is None else self.scale
 
     @property
     def kv_heads(self) -> int:
-        """Heads of the caches."""
+        """Heads of the caches, which the queries share."""
         return self.num_kv_heads
 
     @property
@@ -49,17 +49,17 @@ class GroupedShape:
 
     @property
     def query_dim(self) -> int:
-        """Numbers of a query head."""
+        """Elements of a query head."""
         return self.head_dim
 
     @property
     def value_dim(self) -> int:
-        """Numbers of an output head."""
+        """Elements of an output head."""
         return self.head_dim
 
     @property
     def cache_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """The shape of each cache after its pages."""
+        """The shape of each cache behind its first dimension, the pages."""
         return ((self.page_size, self.num_kv_heads, self.head_dim),) * 2
 
 
@@ -81,12 +81,12 @@ class LatentShape:
 
     @property
     def softmax_scale(self) -> float:
-        """What scores are multiplied with."""
+        """The factor of the scores before softmax."""
         return self.scale
 
     @property
     def kv_heads(self) -> int:
-        """Heads of the caches."""
+        """Heads of the caches, which the queries share."""
         return 1
 
     @property
@@ -96,21 +96,22 @@ class LatentShape:
 
     @property
     def query_dim(self) -> int:
-        """Numbers of a query head."""
+        """Elements of a query head."""
         return self.rank + self.rope_dim
 
     @property
     def value_dim(self) -> int:
-        """Numbers of an output head."""
+        """Elements of an output head."""
         return self.rank
 
     @property
     def cache_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """The shape of each cache after its pages."""
+        """The shape of each cache behind its first dimension, the pages."""
         return ((self.page_size, self.rank + self.rope_dim),)
 
 
 AttentionShape = GroupedShape | LatentShape
+"""Both kinds have `num_heads`, `page_size` and the properties: code for either reads only these."""
 
 
 def check_tensors(

@@ -264,6 +264,8 @@ class CompiledCalls:
         _thread.tape = self._tape
         hooked_calls.enter(self)
         hooked_code.enter(self)
+        # A hook that is in place is true. That of Inductor's code has no hold on Inductor if it is
+        # loaded later.
         self._blind = not (hooked_calls or (hooked_code and inductor_loaded()))
 
     def close(self) -> None:
@@ -272,7 +274,8 @@ class CompiledCalls:
         hooked_code.leave(self)
 
     def check(self) -> None:
-        """Raise `CaptureError` if compiled code may have run unseen."""
+        """Raise `CaptureError` if compiled code may have run unseen: no hook was in place, and
+        Inductor is loaded now."""
         if self._blind and inductor_loaded():
             raise CaptureError(
                 "torch.compile was loaded inside of the capture, which could not see its calls",

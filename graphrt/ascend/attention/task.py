@@ -73,7 +73,8 @@ def attention_task(
 
     `max_kv_len` is the number of keys of every request at warm-up and capture, and no step may have
     more. `cumulative` says that `queries` is a running sum, which must end at the number of tokens.
-    With `spare_request` the lists have one entry more than the graph has requests, to which padding
+    Other `queries` are the tokens of each request, and an update may leave them out. With
+    `spare_request` the lists have one entry more than the graph has requests, to which padding
     tokens belong when all requests are live: for graphs of mixed batches. No live request may have
     fewer than `least_kv_len` keys. `workspace` is that of `UpdatableTask`; `room` tells how many
     keys the block table of a call has room for.
@@ -82,11 +83,13 @@ def attention_task(
     pad: Literal["cumulative", "query_len"] = "cumulative" if cumulative else "query_len"
 
     def at_capture(descriptor: BatchDescriptor) -> HostValues:
+        # One entry for each request: `HostArg` pads the lists, and adds the entry of "reqs+1".
         reqs, tokens = descriptor.num_reqs or 1, descriptor.num_tokens
         worst: dict[str, Any] = {keys: [max_kv_len] * reqs}
         if queries is not None:
             query_len = descriptor.query_len or tokens // reqs
             ends = [min(tokens, query_len * (i + 1)) for i in range(reqs)]
+            # The last request has the rest: 5 tokens of 2 requests end at [2, 5].
             worst[queries] = [*ends[:-1], tokens] if cumulative else [query_len] * reqs
         return worst
 

@@ -104,7 +104,8 @@ def most_splits(num_splits: int, reqs: int, room: Room) -> int:
 
 @triton.jit
 def span_of(length, chunk, most, UNIT: tl.constexpr):
-    """Tokens of each span of a request, and its number of spans: 1 for an empty request."""
+    """Tokens of each span of a request, and its number of spans, `most` at most: 1 for an empty
+    request."""
     wanted = tl.minimum(tl.maximum(tl.cdiv(length, chunk), 1), most)
     wanted = tl.where(length <= 2 * UNIT, 1, wanted)
     span = tl.maximum(tl.cdiv(tl.cdiv(length, wanted), UNIT), 1) * UNIT
@@ -154,8 +155,12 @@ def schedule_spans(
     """Write the spans of a step: int32 schedule = [chunk, first span of each request,
     request of each span or -1]. One program.
 
-    `Room.chunk` says how long they are; there are at most `limit` spans, because
-    sum(ceil(n / chunk)) <= sum(n) / chunk + reqs, and chunk >= sum(n) / (limit - reqs).
+    The chunk, the most tokens of a span, is that of `Room.chunk`: `limit`, `coarse` and `least` are
+    what `Room.limit`, `Room.coarse` and `Room.shortest_span` return for `reqs`. There are at most
+    `limit` spans, because sum(ceil(n / chunk)) <= sum(n) / chunk + reqs, and
+    chunk >= sum(n) / (limit - reqs).
+
+    `REQS` is `reqs` rounded up to a power of two; requests of spans are written `ITEMS` at a time.
     With `SORTED` the longest spans come first, so that the last programs to end are short ones.
     """
     rows = tl.arange(0, REQS)
@@ -164,6 +169,7 @@ def schedule_spans(
     chunk = tl.where(coarse > 0, tl.minimum(tl.cdiv(total, tl.maximum(coarse, 1)), AIM), AIM)
     chunk = tl.maximum(tl.maximum(chunk, tl.cdiv(total, limit - reqs)), least)
     chunk = (tl.cdiv(chunk, UNIT) * UNIT).to(tl.int32)
+    # 1 << 30: a request may have any number of spans, as `limit` bounds those of all requests.
     span, count = span_of(lengths, chunk, 1 << 30, UNIT)
     count = tl.where(rows < reqs, count, 0)
     if SORTED:

@@ -185,6 +185,7 @@ class _Writer:
             self._lines.append(f"return {self._result_text(interface.result, outputs)}")
 
     def finish(self, label: str) -> Stitched:
+        """The function of all lines so far; `label` is the name of its file in tracebacks."""
         body = "\n".join(f"    {line}" for line in self._lines)
         source = f"def forward{self._signature}:\n{body}\n"
         namespace = dict(self._globals)

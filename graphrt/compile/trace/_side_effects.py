@@ -58,7 +58,12 @@ def assignments() -> tuple[tuple[str, ...], tuple[Rewritten, ...]]:
 
 
 class _Assignments:
-    """The assignments of a traced forward to objects that existed before it."""
+    """The assignments of a traced forward to objects that existed before it.
+
+    `assigned` has the names of the places whose value changes, each once, in order. `rewritten` has
+    the places that get the plain value that they had. Other places that do not change are in
+    neither.
+    """
 
     def __init__(self, effects: SideEffects) -> None:
         self._effects = effects
@@ -84,10 +89,12 @@ class _Assignments:
             path = f"{name}.{attribute}"
             if not _is_restored(self._effects, owner, attribute, value):
                 self.assigned[path] = None
-            elif type(value).__name__ != "DeletedVariable":
+            elif type(value).__name__ != "DeletedVariable":  # else it was made and deleted again
                 old = inspect.getattr_static(owner.value, attribute)
                 if type(old) in _PLAIN:
-                    self.rewritten.append(Rewritten(path, old, owner.value, attribute, True))
+                    self.rewritten.append(
+                        Rewritten(path, old, owner.value, attribute, _is_attribute=True)
+                    )
 
     def _note_items(self, name: str, variable: Any, before: Any) -> None:
         keys = _changed_keys(self._effects, variable, before)
@@ -96,9 +103,11 @@ class _Assignments:
             return
         for key in keys:
             self.assigned[f"{name}.{key}" if isinstance(key, str) else name] = None
+        # Dynamo does not say which items were assigned, so each plain one may have been. Members of
+        # a set cannot be assigned.
         if not keys and not isinstance(before, set):
             self.rewritten += [
-                Rewritten(f"{name}[{key!r}]", value, before, key, False)
+                Rewritten(f"{name}[{key!r}]", value, before, key, _is_attribute=False)
                 for key, value in _items(before)
                 if type(value) in _PLAIN
             ]

@@ -33,8 +33,8 @@ class DeclaredInputs:
         self.specs = dict(_specs(specs, "", "inputs="))
         self.nested = any(isinstance(spec, Mapping) for spec in specs.values())
         self.by_axis: dict[str, frozenset[str]] = {"tokens": frozenset()}
-        """The inputs that have padding rows, by what they grow with: tokens, and requests if any
-        does."""
+        """"tokens" or "reqs" -> the inputs with that batch axis, which have padding rows. "reqs"
+        is missing if no input has it."""
         for name, spec in self.specs.items():
             axis, _ = spec.batch_axis()
             if axis is not None:
@@ -44,10 +44,12 @@ class DeclaredInputs:
             axis: names | {_IS_PADDING.format(each) for each in names if self._may_address(each)}
             for axis, names in self.by_axis.items()
         }
-        """axis -> all names that `differing` can return"""
+        """axis -> all names that `differing` can return: each input, and "NAME as in padding" if
+        the input may be an address."""
+        # `.real`, as a pad value may be complex by its type.
         pads = {int(spec.pad_value.real) for spec in self.specs.values() if spec.index}
         self.addresses = sorted(pads)
-        """The padding values of index inputs: rows in which padding may be written."""
+        """The padding values of index inputs: the rows that padding tokens may write."""
 
     def check_names(self, values: Mapping[str, Any]) -> None:
         """Raise `InvalidInputError` for missing or unknown input names."""

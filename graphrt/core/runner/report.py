@@ -183,7 +183,8 @@ def report_of(graphs: GraphTable, live_tokens: int, *, quick: bool = False) -> R
     setup, dispatcher = graphs.setup, graphs.dispatcher
     reasons = Counter(dispatcher.counts())
     for owner in graphs.owners():
-        # The dispatcher has counted the steps of a wrapper's calls with MISSING_GRAPH.
+        # 0, as the dispatcher has counted the steps in which a wrapper misses its graph: once a
+        # step, and not once for each piece.
         reasons.update({**owner.eager_calls, Reason.MISSING_GRAPH: 0})
     trials = tuple(replace(record) for record in graphs.checks.records.values())
     trust = TrustReport(trials=trials, mixes_rows=setup.host.mixes_rows)
@@ -196,6 +197,7 @@ def report_of(graphs: GraphTable, live_tokens: int, *, quick: bool = False) -> R
             protected=tuple(reads.protected),
             unknown=graphs.unknown_memory(tried) if tried else None,
             watched=reads.host.watched,
+            # A step glances at a few places only; after `rounds` steps each had its turn.
             glance_steps=reads.rounds,
             not_watched=reads.host.why_not,
             harmless=tuple(graphs.checks.harmless),

@@ -80,6 +80,7 @@ class Tape(ThreadMode):
         self.arena = arena
         self.steps: list[Step] = []
         self.in_task = False
+        """Whether an updatable task is issued now: its operators may allocate nothing."""
         self.failure: Exception | None = None
         """An error that could not be raised where it arose; the next operator raises it."""
         self._guard = replay_guard(inference=inference)
@@ -87,6 +88,9 @@ class Tape(ThreadMode):
         self.constants = TapeConstants(arena)
         self.own_tensors = OwnTensors(arena)
         self._factors: list[tuple[Operator, Source | None, list[int]]] = []
+        """Each operator of `_FACTORS`, its line, and the arena blocks of its vectors. Eager code
+        that wants no vectors calls another routine, so `finish` refuses vectors that nothing reads.
+        """
 
     def handle(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -298,8 +302,9 @@ class Tape(ThreadMode):
         op: Operator,
         placed: dict[int, torch.Tensor],
     ) -> tuple[Any, tuple[tuple[int, torch.Tensor], ...], tuple[int, ...]]:
-        """Copy the fresh tensors of `result` into the arena. Returns the result with these copies,
-        the (position, output) pairs that a replay copies, and the block of each output."""
+        """Copy the fresh tensors of `result` into the arena: to the output that `placed` has under
+        a tensor's id, else to a new one. Returns the result with these copies, the (position,
+        output) pairs that a replay copies, and the block of each output (0: it is empty)."""
         wanted = {id(t) for t in fresh if t.device.type != "meta"}
         replaced: dict[int, torch.Tensor] = {}
         copies: list[tuple[int, torch.Tensor]] = []

@@ -65,8 +65,9 @@ class Known:
 class Family:
     """Updates tasks of one graph that were issued alike and captured as the same launches.
 
-    `layers` are the nodes of each, `indices` their indices among the tasks of the graph. `alike`
-    says whether layers may be patched; None until enough sets were compared.
+    A layer is one task: `layers` are the nodes of each, `indices` their indices among the tasks of
+    the graph. Methods name a layer by its number in `layers`. `alike` says whether layers may be
+    patched; None until enough sets were compared.
     """
 
     def __init__(
@@ -77,11 +78,17 @@ class Family:
         self._layers = layers
         self._counts = counts
         self._everyone = list(range(len(layers)))
+        # Of each layer the captured image of each node; and of each node the own words.
         self._bases: list[Images] = [tuple(map(_base, nodes)) for nodes in layers]
         self._own = [own_words(bases) for bases in zip(*self._bases, strict=True)]
+        # The first layer's images in the sets for which all layers were compared, and at capture.
         self._checked: list[Images] = [self._bases[0]]
+        # The images that were patched from last: equal images of the next set become these objects.
         self._latest: Images = self._bases[0]
+        # For each node of a layer that node of every layer, with what patches it; empty until
+        # `alike` is true.
         self._columns: list[list[tuple[TaskNode, Setting]]] = []
+        # A set of host arguments, by `key_of`, -> its parameters.
         self._known: OrderedDict[Hashable, Known] = OrderedDict()
 
     def prepare(self, updates: Sequence[TaskUpdate], issue: Issue) -> list[tuple[Known, list[int]]]:
@@ -165,7 +172,8 @@ class Family:
             self._check(remembered)
 
     def _keeps_own_words(self, number: int, images: Images) -> bool:
-        """Whether patching the layer from itself would change nothing."""
+        """Whether the images have the layer's own words of the capture. If not, other layers may
+        not be patched from them: their own words may have to change too."""
         return self._predicted(number, images) == images
 
     def _predicted(self, number: int, images: Images) -> tuple[Image | None, ...]:

@@ -23,6 +23,8 @@ def issue_scaled_sum(x: torch.Tensor, out: torch.Tensor, *, lengths: list[int]) 
 
 
 class TaskConformance(ConformanceBase):
+    """Most tests capture `two_layers`, each of which turns x into x * (1 + sum(lengths)) + 1."""
+
     def task(self) -> UpdatableTask:
         """A task whose result is x * (1 + sum(lengths)). Override it if the device's `add` cannot
         change `alpha` in a captured graph."""
@@ -45,6 +47,7 @@ class TaskConformance(ConformanceBase):
         return forward
 
     def captured(self, pool: GraphPool) -> tuple[Any, torch.Tensor]:
+        """A wrapper that has captured the two layers, with lengths of 0, and its input."""
         self.need(Capability.TASK_UPDATE)
         wrapper = self.wrap(self.two_layers(self.task()), FULL, pool)
         x = self.tensor(1, 2, 3, 4)
