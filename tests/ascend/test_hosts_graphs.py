@@ -41,7 +41,7 @@ def captured_by_host(npu: Any, forward: Any, handle: Any, stream: Any) -> tuple[
 
 
 @pytest.mark.parametrize("adopted", [False, True])
-def test_graphs_of_both_share_memory_and_neither_frees_the_others(npu, adopted):
+def test_graphs_of_a_host_and_of_its_pool_share_memory_and_neither_frees_the_others(npu, adopted):
     stream = stream_of_host(npu)
     adopted_handle = npu.graph_pool_handle() if adopted else None
     pool = GraphPool(handle=adopted_handle, stream=stream)

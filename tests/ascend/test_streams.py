@@ -243,7 +243,7 @@ def test_a_warm_up_bounds_what_its_graphs_take(work: GraphWork, streams: int) ->
 
 
 @given(st.lists(st.integers(0, 3000), min_size=1, max_size=5), st.integers(0, 200))
-def test_the_bound_holds_however_operators_and_tasks_are_spread(
+def test_the_stream_bound_holds_if_any_one_stream_has_all_tasks(
     operators: list[int], tasks: int
 ) -> None:
     work = GraphWork(dict(enumerate(operators)), tasks)

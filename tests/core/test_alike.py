@@ -263,7 +263,7 @@ def moves_of(runner: GraphRunner) -> Any:
 
 
 @compiled
-def test_a_host_that_enters_inference_mode_is_known_again(warm):
+def test_entering_inference_mode_adds_one_writer_that_later_steps_use(warm):
     runner, inputs = warm
     before = len(moves_of(runner).prepared.writers)
     with torch.inference_mode():

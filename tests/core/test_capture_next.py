@@ -586,7 +586,7 @@ def test_the_rest_is_captured_after(end):
 
 
 @pytest.mark.parametrize("lazy", [False, True])
-def test_after_a_seal_no_step_captures_though_a_call_has(lazy):
+def test_after_seal_capture_next_still_captures_and_a_step_does_not(lazy):
     run = several(options=GraphOptions(lazy=lazy))
     run.capture_next()
     run.seal()

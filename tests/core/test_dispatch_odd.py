@@ -113,7 +113,7 @@ def test_what_equals_a_remembered_batch_is_no_batch_either():
 
 
 @pytest.mark.parametrize("count", [0.0, -0.0, False])
-def test_a_count_of_loras_that_only_equals_a_remembered_one_is_an_error(count):
+def test_a_lora_count_that_is_no_int_is_an_error_though_it_equals_a_remembered_one(count):
     dispatcher = ladder()
     assert dispatcher.dispatch(Batch(3)).reason is Reason.HIT
     with pytest.raises(InvalidBatchError, match="num_active_loras"):

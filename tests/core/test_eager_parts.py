@@ -87,7 +87,7 @@ def test_results_of_one_place_share_memory_of_the_largest():
     assert bridges.buffer((0, 0), torch.ones(4, 8)).data_ptr() != first.data_ptr()
 
 
-def test_in_one_graph_a_marked_function_may_leave_tensors_anywhere():
+def test_a_tensor_that_a_marked_function_stores_is_read_in_a_full_graph_and_refused_in_pieces():
     held: list[torch.Tensor] = []
 
     @eager_break

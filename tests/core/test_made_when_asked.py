@@ -36,7 +36,7 @@ class MadeWhenAsked(Mapping[str, Any]):
         return len(self.numbers)
 
 
-def test_every_layer_has_its_own_values_though_they_are_made_one_after_the_other() -> None:
+def test_each_layer_gets_its_own_values_from_a_mapping_that_builds_them_at_access() -> None:
     spec = UpdatableTask("attn", lambda out, n: out.fill_(n), {"n": HostArg(None)})
     out, x = torch.zeros(4), torch.zeros(4)
 

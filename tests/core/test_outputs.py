@@ -145,7 +145,7 @@ def test_what_torch_puts_off_is_handed_out_wherever_storages_can_be_marked(monke
     assert out.tolist() == output.tolist()
 
 
-def test_what_a_step_handed_out_is_marked_and_let_go_when_its_memory_is_written(monkeypatch):
+def test_an_output_that_the_caller_holds_is_made_unreadable_once_when_outputs_expire(monkeypatch):
     marked = []
     monkeypatch.setattr(handout, "mark_unreadable", lambda storage, _: marked.append(storage))
     pool, memory = GraphPool("cpu"), torch.ones(3)
@@ -281,7 +281,7 @@ def test_what_a_mode_keeps_of_the_first_output_is_not_what_the_next_are_made_of(
     assert marked or shell._cdata not in storages
 
 
-def test_hosts_that_keep_their_outputs_leave_nothing_behind(monkeypatch):
+def test_a_host_that_keeps_its_outputs_leaves_at_most_one_shell_registered(monkeypatch):
     monkeypatch.setattr(handout, "mark_unreadable", lambda storage, _: None)
     before, handed_out, outs = len(handout._shells), [], []
     shell = handout.Shell(torch.arange(4.0))

@@ -347,7 +347,7 @@ def test_unknown_mode() -> None:
 
 
 @given(REQS, TOKENS, QUERY_LENS, OWN, st.sampled_from(list(GraphMode)))
-def test_capture_order(
+def test_each_graph_is_captured_once_pieces_before_full_and_large_before_small(
     reqs: int, tokens: int, query_lens: list[int], own: list[int] | None, mode: GraphMode
 ) -> None:
     tokens, own = possible(tokens, query_lens, own)

@@ -70,7 +70,7 @@ def junk() -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("whose", ["the host's", "graphrt's", "a MemPool's"])
-def test_graphs_of_both_share_memory_and_neither_frees_the_others(whose):
+def test_graphs_of_a_host_and_of_its_pool_share_memory_and_neither_frees_the_others(whose):
     stream = torch.cuda.Stream()
     mem_pool = torch.cuda.MemPool() if whose == "a MemPool's" else None
     if whose == "graphrt's":

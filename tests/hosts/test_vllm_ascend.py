@@ -277,7 +277,7 @@ def test_the_wrapper_is_what_is_read_of_it(runner):
         runner.host.wrapper_class(runner.model, runner.host.config, Mode.NONE)
 
 
-def test_weak_outputs_of_a_piece_are_its_graph_s_alone():
+def test_a_piece_with_weak_outputs_replays_its_values_and_is_right_in_full_mode():
     engine = Host()
     options = host.Options(weak_ref_output=True)
     piece = engine.wrapper_class(lambda x: x * 2 + 1, engine.config, Mode.PIECEWISE, options)

@@ -305,7 +305,7 @@ RIGHT = [
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 @pytest.mark.parametrize("make", RIGHT)
-def test_values_on_which_no_result_depends_go_on_replaying(make, mode):
+def test_python_values_that_no_result_depends_on_change_and_every_step_replays(make, mode):
     right, ran, said, _ = served(make, STEPS, mode=mode)
     assert right and set(ran) == {Reason.HIT} and not said
 

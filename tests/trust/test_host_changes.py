@@ -391,7 +391,7 @@ def test_a_key_of_globals_that_the_forward_holds_as_a_dict_is_seen() -> None:
     assert torch.equal(outputs[-1], x * 3.0)
 
 
-def test_slots_that_are_empty_and_other_defaults_are_seen() -> None:
+def test_a_slot_that_was_empty_and_a_replaced_keyword_default_are_seen() -> None:
     def scaled(x: torch.Tensor, *, scale: float = 2.0) -> torch.Tensor:
         return x * scale
 
@@ -785,7 +785,7 @@ def test_after_release_nothing_is_watched() -> None:
 
 
 @pytest.mark.skipif(not IS_TOLD, reason="dicts are watched on Python 3.12 and 3.13 alone")
-def test_without_a_watcher_left_glances_look_at_all_and_it_is_said() -> None:
+def test_without_a_free_dict_watcher_glances_find_changes_and_the_report_says_so() -> None:
     assert watch_state() == ""
     with all_ids_taken():
         assert "no watcher of dicts is left" in watch_state()

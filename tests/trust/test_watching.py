@@ -312,7 +312,7 @@ def test_what_outlives_a_run_is_told_by_whether_inputs_and_writes_made_it(run, e
     assert kept_in(run, X) == expected
 
 
-def test_a_read_of_what_was_computed_from_inputs_and_left_outside_counts_as_inputs():
+def test_a_kept_tensor_computed_from_state_that_inputs_wrote_counts_as_from_inputs():
     state, held = torch.zeros(4), []
 
     def run():

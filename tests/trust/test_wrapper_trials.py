@@ -399,7 +399,7 @@ def test_a_key_in_quarantine_keeps_the_host_arguments_of_the_step_before() -> No
     assert graph.replay({"fill": {"n": 1}}).tolist() == [2.0, 2.0]
 
 
-def test_a_key_without_trials_keeps_no_forward() -> None:
+def test_keyed_graphs_without_trials_hold_no_reference_to_the_forward() -> None:
     net = Net()
     kept, dropped = weakref.ref(net), KeyedGraphs(GraphPool("cpu"))
     x = torch.zeros(2, WIDTH)

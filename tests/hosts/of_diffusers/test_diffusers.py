@@ -927,7 +927,7 @@ def test_weights_that_are_written_in_place_need_no_capture():
     assert captures(pipe) == 1 and not ran_eagerly(pipe)
 
 
-def test_loras_of_peft():
+def test_every_change_of_a_peft_lora_gives_the_results_of_eager_steps():
     peft = pytest.importorskip("peft", reason="peft is not installed")
     config = peft.LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights=False)
     model, twin = flux_transformer(), flux_transformer()
