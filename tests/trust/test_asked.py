@@ -65,7 +65,7 @@ def test_a_step_with_gradients_says_why_it_is_eager():
         assert (runner(x=x) == 3).all() and runner.last_dispatch.reason.name == "HIT"
 
 
-def test_strict_raises_for_a_step_in_another_grad_mode_and_its_advice_works():
+def test_with_strict_a_step_in_another_grad_mode_raises_and_its_advice_works():
     runner = runner_of(asks_for_gradients, strict=True)
     x = torch.ones(4, WIDTH)
     with torch.no_grad():

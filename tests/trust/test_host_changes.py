@@ -220,7 +220,7 @@ def copies_of(net: Net) -> dict[str, torch.Tensor]:
     return {name: each.clone() for name, each in net.state_dict().items()}
 
 
-def test_strictly_the_step_raises() -> None:
+def test_with_strict_a_step_after_a_change_of_the_host_raises() -> None:
     net = Net()
     runner = runner_of(net, strict=True)
     net.lora.active = "b"

@@ -395,7 +395,7 @@ def drawn() -> list[object]:
 
 
 @pytest.mark.parametrize("level", LEVELS[1:])
-def test_strictly_a_failure_is_raised_and_the_step_has_not_run_or_has_run_once(level):
+def test_with_strict_a_failed_trial_raises_and_the_step_has_run_once_or_not_at_all(level):
     model, runner = stateful(level, options={"strict": True})
     runner.capture()
     model.capturing = False
@@ -408,7 +408,7 @@ def test_strictly_a_failure_is_raised_and_the_step_has_not_run_or_has_run_once(l
         runner(x=rows(1))
 
 
-def test_strictly_a_step_that_raises_leaves_the_state_as_before():
+def test_with_strict_a_step_that_raises_leaves_the_state_as_before():
     model, runner = stateful(options={"strict": True})
     runner.capture()
     model.capturing = False
@@ -495,7 +495,7 @@ def test_under_other_settings_steps_run_eagerly_and_afterwards_they_are_replayed
     assert {each.status for each in runner.report().trust.trials} <= {"tried", "untried"}
 
 
-def test_strictly_other_settings_are_raised():
+def test_with_strict_a_step_under_other_settings_raises():
     runner = captured(Model(), options={"strict": True})
     torch.set_default_dtype(torch.float64)
     for _ in range(2):

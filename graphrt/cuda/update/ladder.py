@@ -99,7 +99,9 @@ class Ladder:
         self.calls = calls
         self._counts = counts
         self._executable = ctypes.c_void_p()
+        # Whether the driver refused a node in this round: `settle` sets the rest by the template.
         self._refused = False
+        # Nodes that were ever switched off or on: an update of the whole graph may turn all on.
         self._switched: set[TaskNode] = set()
 
     def begin(self, executable: int) -> None:
