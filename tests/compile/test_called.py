@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import linecache
 import operator
 import warnings
@@ -203,6 +204,28 @@ def key_of_operator(body: Any) -> tuple[str, list[str]]:
             CompileOptions(), [], fx.GraphModule({}, graph), torch.device("cpu")
         )
         return compilation.key().digest, compilation.unknown
+
+
+class Finalized:
+    def __init__(self) -> None:
+        self.itself = self
+
+    def __del__(self) -> None:
+        self.itself = None
+
+
+def test_finalizers_of_garbage_that_is_collected_meanwhile_do_not_count() -> None:
+    def body(x: Any) -> Any:
+        gc.collect()
+        return x * 2
+
+    without_garbage = key_of_operator(body)
+    gc.disable()
+    try:
+        Finalized()
+        assert key_of_operator(body) == without_garbage
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def test_a_bridge_that_is_not_filled_is_found_and_made_small(
     monkeypatch.setattr(
         "graphrt.core.replay.entry.EagerPart._deliver_tensor", lambda *args, **kwargs: None
     )
-    counts = counted(range(100, 105))
+    counts = counted(range(115, 120))
     assert {verdict.outcome for verdict in counts.defects.values()} == {"wrong"}
     number = next(iter(counts.defects))
     small = minimised(program_of(number), judged_on("cpu"), most=80)

@@ -368,7 +368,7 @@ def asked_device(kind: str, device: Any) -> torch.device:
 def check_exists(device: torch.device, kind: str) -> None:
     """Raise `InvalidOptionError` if torch has no such device; `kind` is that of the platform."""
     try:
-        torch.empty(0, device=device)
+        torch.empty(0, dtype=torch.uint8, device=device)
     # A torch that was built without a device asserts.
     except (AssertionError, RuntimeError) as error:
         raise _no_device(f"torch has no such device here ({error})", device, kind) from error

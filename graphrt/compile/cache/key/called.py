@@ -33,6 +33,7 @@ from graphrt.compile.private_torch.registered import (
 )
 from graphrt.compile.private_torch.traces import errors_told_once
 from graphrt.compile.trace.sizes import value_of
+from graphrt.core.replay.recording import frozen_gc
 
 _TENSOR = torch.Tensor
 _WATCHING = ("graphrt.core.", "graphrt.compile.")
@@ -169,6 +170,8 @@ class CalledSources:
                         stack.enter_context(ignoring_new_sizes(mode))
                     stack.enter_context(mode)
                 calls = stack.enter_context(operators_called())
+                # A finalizer that a collection runs would count as called by the node.
+                stack.enter_context(frozen_gc())
                 stack.enter_context(python_calls(note_frame))
                 target(*args, **kwargs)
         except Exception as error:
