@@ -201,6 +201,7 @@ def test_the_command_compares_graphs_with_eager(
     assert "\n12 of 12 tokens are those without graphs\n" in capsys.readouterr().out
 
 
+@pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled, not interpreted")
 def test_the_attention_of_gpus_gives_the_same_tokens(
     model: Decoder, monkeypatch: pytest.MonkeyPatch

@@ -112,7 +112,18 @@ def test_a_sealed_runner_lets_nothing_compile(model):
         runner.capture()
 
 
-@pytest.mark.parametrize("kind", ["compiled", "method", "function", "parent"])
+LONG = pytest.mark.long
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("compiled", marks=LONG),
+        pytest.param("method", marks=LONG),
+        "function",
+        "parent",
+    ],
+)
 def test_compiled_modules_may_be_anywhere_in_a_forward(model, kind):
     pool = GraphPool("cpu")
     compiled = compile_module(model, pool=pool)

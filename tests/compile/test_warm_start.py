@@ -175,13 +175,13 @@ def check_starts(
     return Counter(cold["calls"])
 
 
+@pytest.mark.long
 @needs_compiler
 @pytest.mark.parametrize(
     ("save_format", "model"),
     [
-        ("binary", SMALL),
-        pytest.param("binary", ONE_LAYER, marks=pytest.mark.long),
-        pytest.param("unpacked", ONE_LAYER, marks=pytest.mark.long),
+        ("binary", ONE_LAYER),
+        ("unpacked", SMALL),
     ],
 )
 def test_a_second_start_needs_no_compiler(tmp_path: Path, save_format: str, model: tuple[int, int]):

@@ -96,6 +96,7 @@ def test_another_batch_of_a_known_kind_takes_few_calls_the_first_time(sizes, ask
     assert dispatcher.dispatch(other, **limits).reason is reason
 
 
+@pytest.mark.usefixtures("frozen_heap")
 @pytest.mark.parametrize("asked", [name for name in ASKED if name.startswith("hit")])
 def test_a_hit_keeps_nothing(asked):
     batch, limits, _ = ASKED[asked]

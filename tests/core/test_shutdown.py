@@ -51,7 +51,7 @@ if sys.argv[3] == "cycle":
         ("capture", "not captured", "PoolClosedError"),  # an eager step
     ],
 )
-@pytest.mark.parametrize("shape", ["plain", "cycle"])
+@pytest.mark.parametrize("shape", [pytest.param("plain", marks=pytest.mark.long), "cycle"])
 def test_a_step_of_a_finalizer_does_not_end_the_process(check, captured, told, shape):
     done = starts.run("-c", PROGRAM, check, captured, shape, finalized=True)
     assert done.stdout.split() == [told] and done.returncode == 0, done.stderr[-2000:]
