@@ -109,7 +109,7 @@ def warm() -> tuple[GraphRunner, dict[str, torch.Tensor]]:
     return runner, inputs
 
 
-def test_new_values_in_the_same_tensors_are_seen(warm):
+def test_new_values_written_into_the_same_input_tensors_reach_the_step(warm):
     runner, inputs = warm
     for seed in range(1, 5):
         for name, value in values(3, seed).items():
@@ -117,7 +117,7 @@ def test_new_values_in_the_same_tensors_are_seen(warm):
         check(runner, inputs)
 
 
-def test_a_tensor_resized_in_place_is_refused_and_served_as_another_batch(warm):
+def test_an_input_resized_in_place_is_refused_and_served_with_a_matching_batch(warm):
     runner, inputs = warm
     inputs["ids"].resize_(4)
     with pytest.raises(InvalidInputError, match=r"'ids' has the wrong shape"):
@@ -127,7 +127,7 @@ def test_a_tensor_resized_in_place_is_refused_and_served_as_another_batch(warm):
     check(runner, inputs)
 
 
-def test_a_tensor_given_another_dtype_is_refused(warm):
+def test_an_input_whose_data_got_another_dtype_is_refused(warm):
     runner, inputs = warm
     inputs["ids"].data = inputs["ids"].to(torch.int32)
     with pytest.raises(InvalidInputError, match=r"'ids' has the wrong dtype"):
@@ -135,7 +135,7 @@ def test_a_tensor_given_another_dtype_is_refused(warm):
 
 
 @pytest.mark.parametrize("how", ["data", "set_"])
-def test_a_tensor_given_another_storage_is_read_there(warm, how):
+def test_an_input_whose_storage_was_replaced_is_read_from_the_new_storage(warm, how):
     runner, inputs = warm
     other = values(3, 9)["ids"] + 1000
     if how == "data":
@@ -146,7 +146,7 @@ def test_a_tensor_given_another_storage_is_read_there(warm, how):
     assert int(runner(BATCH, **inputs)[0]) >= 1000
 
 
-def test_another_tensor_at_the_same_place_in_python_is_read_itself(warm):
+def test_a_new_input_tensor_with_a_reused_python_id_is_read(warm):
     runner, inputs = warm
     for seed in range(20):
         # The object before is freed first, so its `id` is given again.
@@ -155,7 +155,7 @@ def test_another_tensor_at_the_same_place_in_python_is_read_itself(warm):
         check(runner, inputs)
 
 
-def test_views_with_gaps_are_read_as_their_values(warm):
+def test_strided_and_expanded_input_views_are_read_with_their_values(warm):
     runner, inputs = warm
     check(runner, {**inputs, "ids": torch.arange(100, 106)[::2]})
     check(runner, {**inputs, "table": torch.arange(9, dtype=torch.int32).view(3, 3).t()})
@@ -163,7 +163,7 @@ def test_views_with_gaps_are_read_as_their_values(warm):
     check(runner, inputs)
 
 
-def test_a_tensor_whose_memory_was_given_back_is_named(warm):
+def test_an_input_whose_storage_was_resized_to_zero_raises(warm):
     runner, inputs = warm
     inputs["table"].untyped_storage().resize_(0)
     with pytest.raises(InvalidInputError, match="no rows in memory"):
@@ -182,7 +182,7 @@ def test_a_tensor_whose_memory_was_given_back_is_named(warm):
     ],
     ids=["gap", "rows", "expanded", "far behind"],
 )
-def test_memory_that_was_given_back_is_named_wherever_rows_begin(behind, fetched):
+def test_an_input_view_whose_storage_was_resized_to_zero_raises_at_any_offset(behind, fetched):
     runner = GraphRunner(
         lambda x: x + 1,
         inputs={"x": InputSpec(torch.float32, ("tokens", 3))},
@@ -202,7 +202,7 @@ def test_memory_that_was_given_back_is_named_wherever_rows_begin(behind, fetched
     assert torch.equal(runner(Batch(2), x=behind()), behind() + 1)
 
 
-def test_a_batch_of_a_class_that_equals_everything_is_not_taken_for_the_last_one():
+def test_a_batch_subclass_that_equals_everything_is_not_taken_for_the_last_batch():
     class Any3(Batch):
         def __eq__(self, other: object) -> bool:
             return True
@@ -239,7 +239,7 @@ def test_a_batch_of_a_class_that_equals_everything_is_not_taken_for_the_last_one
         (lambda inputs: inputs.update(ids=inputs["ids"][:2]), "wrong shape"),
     ],
 )
-def test_what_was_refused_at_the_first_step_is_refused_at_a_later_one(warm, change, word):
+def test_malformed_inputs_are_refused_after_several_good_steps(warm, change, word):
     runner, inputs = warm
     wrong = dict(inputs)
     change(wrong)
@@ -251,7 +251,7 @@ def test_what_was_refused_at_the_first_step_is_refused_at_a_later_one(warm, chan
     check(runner, inputs)
 
 
-def test_nested_inputs_are_told_by_their_names():
+def test_nested_inputs_of_repeated_steps_have_each_steps_values():
     runner = runner_of_four_tokens(lambda outer: outer["ids"] + 1, {"outer": SPECS})
     for seed in range(5):
         inputs = values(3, seed)
@@ -274,7 +274,7 @@ def test_entering_inference_mode_adds_one_writer_that_later_steps_use(warm):
 
 
 @compiled
-def test_kinds_that_take_turns_are_all_known(warm):
+def test_alternating_kinds_of_inputs_keep_their_compiled_writers(warm):
     runner, inputs = warm
     with torch.inference_mode():
         inside = values()
@@ -297,7 +297,7 @@ def test_kinds_that_take_turns_are_all_known(warm):
         assert moves_of(runner).alike is writer
 
 
-def test_empty_inputs_leave_no_kinds_behind():
+def test_inputs_with_an_empty_tensor_leave_no_compiled_writers():
     specs = {**SPECS, "none": InputSpec(torch.float32, ("tokens", 0))}
     runner = runner_of(specs)
     for seed in range(8):
@@ -315,7 +315,7 @@ class Anything:
 
 
 @pytest.mark.parametrize("field", ["bounds", "variant", "exclude"])
-def test_what_only_says_that_it_equals_the_last_batch_is_looked_at(warm, field):
+def test_a_batch_field_that_equals_everything_is_still_checked(warm, field):
     runner, inputs = warm
     with pytest.raises((InvalidBatchError, InvalidModeError)):
         runner(BATCH._replace(**{field: Anything()}), **inputs)
@@ -323,7 +323,7 @@ def test_what_only_says_that_it_equals_the_last_batch_is_looked_at(warm, field):
 
 
 @compiled
-def test_kinds_that_were_seen_first_make_room_for_others():
+def test_compiled_writers_of_old_input_kinds_are_replaced_by_new_kinds():
     runner = runner_of_four_tokens(lambda a, b, c: a + b + c, THREE)
     made = set()
     for turn in range(100):
@@ -340,7 +340,7 @@ def test_kinds_that_were_seen_first_make_room_for_others():
 
 
 @compiled
-def test_of_many_kinds_few_are_known():
+def test_eight_alternating_input_kinds_keep_a_limited_number_of_compiled_writers():
     runner = runner_of_four_tokens(lambda a, b, c: a + b + c, THREE)
     for _ in range(3):
         for kind in range(8):
@@ -362,7 +362,7 @@ def test_of_many_kinds_few_are_known():
     ],
 )
 @pytest.mark.parametrize("outer", [(), (2,)])
-def test_the_last_row_is_repeated_whatever_its_bytes(dtype, inner, outer):
+def test_repeat_padding_copies_the_last_row_for_every_dtype_and_row_size(dtype, inner, outer):
     spec = InputSpec(dtype, (*outer, "tokens", *inner), pad="repeat")
     platform = RingPlatform()
     inputs = StaticInputs(
@@ -380,7 +380,7 @@ def test_the_last_row_is_repeated_whatever_its_bytes(dtype, inner, outer):
             assert torch.equal(rest, last.expand_as(rest))
 
 
-def test_more_padding_than_a_slot_has_moves_for_is_written_by_the_host():
+def test_repeat_padding_beyond_the_moves_of_a_slot_has_the_right_values():
     spec = InputSpec(torch.int32, (70, "tokens"), pad="repeat")
     inputs = StaticInputs(
         {"x": spec}, platform=RingPlatform(), tokens=4, reqs=4, device="cpu", fetched=True
@@ -392,7 +392,7 @@ def test_more_padding_than_a_slot_has_moves_for_is_written_by_the_host():
         assert torch.equal(layout.views["x"], x[:, [0, 1, 1, 1]])
 
 
-def test_an_equal_batch_is_counted_as_one_of_its_graph(warm):
+def test_each_step_of_an_equal_batch_is_counted_as_a_hit(warm):
     runner, inputs = warm
     counts = runner.dispatcher.counts()[Reason.HIT]
     for step in range(1, 6):
@@ -403,7 +403,7 @@ def test_an_equal_batch_is_counted_as_one_of_its_graph(warm):
     assert runner.report().reasons[Reason.HIT] == counts + 5
 
 
-def test_a_graph_that_is_withdrawn_serves_no_equal_batch(warm):
+def test_a_withdrawn_graph_no_longer_serves_an_equal_batch(warm):
     runner, inputs = warm
     dispatch = runner.dispatcher.dispatch(BATCH)
     runner.dispatcher.withdraw(dispatch.mode, dispatch.descriptor)
@@ -416,13 +416,13 @@ def test_a_graph_that_is_withdrawn_serves_no_equal_batch(warm):
     check(runner, inputs, size=4)
 
 
-def test_between_equal_batches_every_other_one_is_dispatched(warm):
+def test_batches_of_changing_sizes_get_the_smallest_fitting_graph_each_step(warm):
     runner, _ = warm
     for rows in (3, 2, 3, 3, 8, 5, 3, 4, 4, 1, 3):
         check(runner, values(rows, rows), size=next(size for size in (2, 4, 8) if size >= rows))
 
 
-def test_what_only_compares_like_the_last_batch_is_looked_at(warm):
+def test_tuples_and_unhashable_variants_like_the_last_batch_are_refused(warm):
     runner, inputs = warm
     for wrong in (
         tuple(BATCH),
@@ -445,14 +445,14 @@ class Odd:
         return 3
 
 
-def test_a_variant_that_cannot_be_compared_is_no_equal_batch(warm):
+def test_a_batch_variant_whose_comparison_raises_runs_eagerly(warm):
     runner, inputs = warm
     odd = BATCH._replace(variant=Odd())
     assert torch.equal(runner(odd, **inputs), padded(inputs, 3))
     check(runner, inputs)
 
 
-def test_what_ranks_agree_on_is_dispatched_at_every_step(warm):
+def test_the_agreed_graph_of_ranks_is_dispatched_anew_at_every_step(warm):
     runner, inputs = warm
     named = [graph.descriptor for graph in runner.dispatcher.published]
     eight = next(each for each in named if each.num_tokens == 8)
@@ -463,7 +463,7 @@ def test_what_ranks_agree_on_is_dispatched_at_every_step(warm):
         assert torch.equal(eager, padded(inputs, 3))
 
 
-def test_steps_of_two_threads_never_see_the_other_ones_rows():
+def test_steps_of_two_threads_never_mix_their_rows():
     runner = runner_of()
     wrong: list[object] = []
     done = [0, 0]
@@ -507,7 +507,7 @@ def slot_of(runner: GraphRunner, inputs: dict[str, torch.Tensor]) -> Any:
     return slot
 
 
-def test_slots_of_equal_batches_are_counted_and_dispatched_anew_when_graphs_change(warm):
+def test_slots_of_an_equal_batch_are_dispatched_anew_when_graphs_change(warm):
     runner, inputs = warm
     dispatch = runner.dispatcher.dispatch(BATCH)
     counts = runner.dispatcher.counts()[Reason.HIT]
@@ -528,7 +528,7 @@ def test_slots_of_equal_batches_are_counted_and_dispatched_anew_when_graphs_chan
         runner.slot(BATCH._replace(num_tokens=3.0))
 
 
-def test_slots_and_calls_take_turns_with_the_same_batch(warm):
+def test_alternating_slots_and_calls_of_the_same_batch_have_right_values(warm):
     runner, _ = warm
     for seed in range(20):
         inputs = values(3 + seed % 2, seed)
@@ -539,7 +539,7 @@ def test_slots_and_calls_take_turns_with_the_same_batch(warm):
 
 
 @pytest.mark.parametrize("by_slot", [False, True])
-def test_bounds_that_are_changed_in_place_are_looked_at(by_slot):
+def test_bounds_of_a_batch_changed_in_place_change_its_dispatch(by_slot):
     runner, inputs = runner_of(bounds=[(4,), (100,)]), values()
     needed: Any = [3]
     batch = Batch(3, 3, 1, bounds=needed)

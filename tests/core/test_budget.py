@@ -83,14 +83,14 @@ def tokens(fitted: Fitted, mode: GraphMode) -> list[int]:
     return [each.descriptor.num_tokens for each in fitted.captured if each.mode is mode]
 
 
-def test_without_limits_everything_is_captured_in_the_order_given() -> None:
+def test_a_budget_without_limits_captures_all_graphs_in_the_given_order() -> None:
     keys = keys_of(BOTH, 1, 2, 4, 8)
     fitted = plan(keys, Budget(), pieces_take(5), mode=BOTH)
     assert (fitted.keys, fitted.left_out, fitted.resolution.mode) == (keys, (), BOTH)
     assert fitted.total == GraphCost(4 * 5 + 4, 4 * 5 + 4, 48 * MIB, 3.0)
 
 
-def test_full_graphs_come_first_and_pieces_take_the_rest() -> None:
+def test_full_graphs_take_the_budget_first_and_pieces_the_rest() -> None:
     fitted = plan(keys_of(BOTH, 1, 2, 4, 8), Budget(streams=15), pieces_take(5), mode=BOTH)
     assert tokens(fitted, FULL) == [8, 4, 2, 1]
     assert tokens(fitted, PIECEWISE) == [8, 1]
@@ -107,13 +107,13 @@ def test_full_graphs_come_first_and_pieces_take_the_rest() -> None:
         (Budget(device_bytes=17 * MIB, streams=100), [8, 1]),
     ],
 )
-def test_every_resource_counts(budget: Budget, kept: list[int]) -> None:
+def test_each_limit_of_a_budget_drops_piecewise_sizes(budget: Budget, kept: list[int]) -> None:
     fitted = plan(keys_of(PIECEWISE, 1, 2, 4, 8), budget, pieces_take(5), mode=PIECEWISE)
     assert tokens(fitted, PIECEWISE) == kept
     assert fitted.resolution.mode is PIECEWISE
 
 
-def test_too_few_piecewise_sizes_are_one_more_step() -> None:
+def test_a_budget_for_too_few_piecewise_sizes_steps_the_mode_down() -> None:
     resolution = resolve_mode("FULL")
     assert resolution.steps == ()
     resolution = resolve_mode("FULL_AND_PIECEWISE")
@@ -127,40 +127,42 @@ def test_too_few_piecewise_sizes_are_one_more_step() -> None:
 
 
 @pytest.mark.parametrize(("fewest", "mode"), [(2, BOTH), (3, GraphMode.FULL_DECODE_ONLY)])
-def test_how_few_is_too_few_is_a_parameter(fewest: int, mode: GraphMode) -> None:
+def test_min_piecewise_sets_how_many_piecewise_sizes_keep_the_mode(
+    fewest: int, mode: GraphMode
+) -> None:
     keys, budget = keys_of(BOTH, 1, 2, 4, 8), Budget(streams=15)
     fitted = plan(keys, budget, pieces_take(5), mode=BOTH, min_piecewise=fewest)
     assert fitted.resolution.mode is mode
 
 
-def test_a_host_that_asks_for_one_piecewise_size_gets_it() -> None:
+def test_a_single_requested_piecewise_size_does_not_step_the_mode_down() -> None:
     fitted = plan(keys_of(BOTH, 4), Budget(streams=20), pieces_take(5), mode=BOTH)
     assert (fitted.resolution.mode, tokens(fitted, PIECEWISE)) == (BOTH, [4])
 
 
-def test_the_room_of_dropped_pieces_goes_to_full_graphs() -> None:
+def test_the_budget_of_dropped_pieces_goes_to_full_graphs() -> None:
     fitted = plan(keys_of(BOTH, 1, 8), Budget(streams=9), pieces_take(3, full=4), mode=BOTH)
     assert tokens(fitted, FULL) == [8, 1]
 
 
-def test_a_budget_for_nothing_ends_in_eager_mode() -> None:
+def test_a_budget_for_no_graphs_ends_in_mode_none() -> None:
     fitted = plan(keys_of(FULL, 1, 8), Budget(streams=0), pieces_take(5), mode=FULL)
     assert (fitted.resolution.mode, fitted.keys) == (GraphMode.NONE, ())
     assert "no graph at all" in "\n".join(fitted.resolution.lines())
 
 
-def test_strict_refuses_the_step() -> None:
+def test_refuse_steps_raises_if_the_budget_stepped_the_mode_down() -> None:
     fitted = plan(keys_of(BOTH, 1, 8), Budget(streams=4), pieces_take(5), mode=BOTH)
     with pytest.raises(InvalidModeError, match="piecewise sizes"):
         fitted.resolution.refuse_steps()
 
 
-def test_no_keys_are_no_failure() -> None:
+def test_fitting_no_graphs_into_a_budget_raises_nothing() -> None:
     fitted = plan((), Budget(streams=0), pieces_take(5), mode="none")
     assert (fitted.resolution.mode, fitted.keys, fitted.total.graphs) == (GraphMode.NONE, (), 0)
 
 
-def test_kinds_of_graphs_share_the_budget() -> None:
+def test_query_lengths_share_the_budget_evenly() -> None:
     sizes = capture_sizes(max_num_reqs=64, max_num_tokens=8192, query_lens=(1, 4))
     keys = descriptors_for("FULL_DECODE_ONLY", sizes)
     fitted = plan(keys, Budget(streams=6), pieces_take(5), mode="FULL_DECODE_ONLY")
@@ -175,7 +177,7 @@ def test_kinds_of_graphs_share_the_budget() -> None:
     assert {len(kept) for kept in by_length.values()} == {3}
 
 
-def test_a_plan_prints_its_costs_and_what_it_left_out() -> None:
+def test_budget_lines_show_costs_totals_and_left_out_graphs() -> None:
     limits = Budget(streams=15, device_bytes=100 * MIB)
     fitted = plan(keys_of(BOTH, 1, 2, 4, 8), limits, pieces_take(5), mode=BOTH)
     text = "\n".join(budget_lines(limits, fitted.captured, fitted.left_out))
@@ -185,7 +187,7 @@ def test_a_plan_prints_its_costs_and_what_it_left_out() -> None:
     assert "left out: PIECEWISE [4 tokens] and 1 more of 2 to 2 tokens: needs 5 streams" in text
 
 
-def test_a_plan_without_limits_counts_graphs() -> None:
+def test_budget_lines_without_limits_count_graphs_only() -> None:
     fitted = plan(keys_of(FULL, 8), Budget(), {}, mode=FULL)
     assert budget_lines(Budget(), fitted.captured, fitted.left_out) == [
         "FULL [8 tokens 8 reqs]: 1 graph",
@@ -196,12 +198,12 @@ def test_a_plan_without_limits_counts_graphs() -> None:
 @pytest.mark.parametrize(
     "limits", [{"streams": -1}, {"capture_s": -0.5}, {"capture_s": float("nan")}]
 )
-def test_negative_budgets(limits: dict[str, float]) -> None:
+def test_a_negative_or_nan_budget_limit_is_refused(limits: dict[str, float]) -> None:
     with pytest.raises(InvalidOptionError, match="budget"):
         Budget(**limits)
 
 
-def test_unknown_mode() -> None:
+def test_fitting_a_budget_to_an_unknown_mode_raises() -> None:
     with pytest.raises(InvalidModeError):
         plan((), Budget(), pieces_take(1), mode="HALF")
 
@@ -217,17 +219,19 @@ def test_unknown_mode() -> None:
         (15, [1, 8, 16, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 448, 512]),
     ],
 )
-def test_even_traffic_leaves_no_hole_at_the_small_end(count: int, kept: list[int]) -> None:
+def test_by_worth_without_traffic_keeps_small_sizes_close_together(
+    count: int, kept: list[int]
+) -> None:
     """Evenly spaced in the list, 4 sizes would jump from 1 to 120, and 9 from 1 to 32 and 80."""
     assert sorted(by_worth(SIZES, landmarks=[256])[:count]) == kept
 
 
-def test_the_ends_come_first_then_landmarks() -> None:
+def test_by_worth_orders_the_end_sizes_first_and_landmarks_next() -> None:
     assert by_worth(SIZES, landmarks=[96, 100])[:3] == (512, 1, 96)
     assert by_worth([4]) == (4,) and by_worth([]) == ()
 
 
-def test_traffic_decides() -> None:
+def test_by_worth_prefers_sizes_that_the_traffic_needs() -> None:
     assert by_worth([1, 2, 4, 8, 16, 32], {3: 0.9, 30: 0.1})[:2] == (32, 4)
     assert by_worth([1, 2, 4, 8, 16, 32], {7: 1})[:2] == (32, 8)
 
@@ -235,7 +239,7 @@ def test_traffic_decides() -> None:
 @pytest.mark.parametrize(
     "traffic", [{}, {1: 0.0}, {0: 1.0}, {1: -1.0}, {True: 1.0}, {2: float("nan")}]
 )
-def test_traffic_that_says_nothing(traffic: dict[int, float]) -> None:
+def test_empty_zero_or_invalid_traffic_is_refused(traffic: dict[int, float]) -> None:
     with pytest.raises(InvalidOptionError, match="traffic"):
         check_traffic(traffic)
 
@@ -252,7 +256,7 @@ TRAFFIC = st.dictionaries(st.integers(1, 60), st.integers(0, 9), min_size=1, max
 )
 
 
-def test_sizes_by_traffic_pad_little_more_than_the_best_ones() -> None:
+def test_sizes_chosen_by_traffic_pad_nearly_as_little_as_the_optimum() -> None:
     drawn = random.Random(2)
     for _ in range(200):
         sizes = sorted(drawn.sample(range(1, 61), drawn.randint(2, 9)))
@@ -267,7 +271,7 @@ def test_sizes_by_traffic_pad_little_more_than_the_best_ones() -> None:
         assert padding(got, traffic) <= best + 0.1 * sizes[-1] * sum(traffic.values())
 
 
-def test_the_sizes_of_many_batches_are_found_in_no_time() -> None:
+def test_fitted_sizes_of_sixty_thousand_batch_sizes_take_seconds() -> None:
     traffic = {size: 1 / size for size in range(1, 60_000)}
     started = time.process_time()
     assert len(fitted_sizes(tuple(range(1, 60_000, 6000)), traffic)) == 10
@@ -286,7 +290,9 @@ def test_the_sizes_of_many_batches_are_found_in_no_time() -> None:
         ((), {5: 1.0}, 1, ()),
     ],
 )
-def test_sizes_of_traffic_replace_the_least_worth(default, traffic, multiple, expected) -> None:
+def test_fitted_sizes_replace_the_least_useful_default_sizes(
+    default, traffic, multiple, expected
+) -> None:
     assert fitted_sizes(default, traffic, multiple) == expected
 
 
@@ -303,7 +309,7 @@ def sizes_of(plan: Plan) -> list[int]:
     return sorted(descriptor.num_tokens for _, descriptor in plan.keys)
 
 
-def test_traffic_alone_gives_as_many_sizes_as_the_default_ladder_has() -> None:
+def test_a_plan_by_traffic_has_as_many_sizes_as_the_default_plan() -> None:
     default, fitted = sizes_of(planned()), sizes_of(planned(traffic=BIMODAL))
     assert len(default) == len(fitted) and default[-1] == fitted[-1] == 256
     assert set(BIMODAL) <= set(fitted)
@@ -315,7 +321,7 @@ def test_traffic_alone_gives_as_many_sizes_as_the_default_ladder_has() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 5, 9])
-def test_a_budget_keeps_sizes_that_pad_the_traffic_little(count: int) -> None:
+def test_a_budget_with_traffic_keeps_sizes_of_nearly_optimal_padding(count: int) -> None:
     plan = planned(traffic=BIMODAL, budget=Budget(graphs=count))
     kept = sizes_of(plan)
     candidates = [*BIMODAL, 256]
@@ -327,14 +333,14 @@ def test_a_budget_keeps_sizes_that_pad_the_traffic_little(count: int) -> None:
     assert (len(kept), kept[-1], plan.total.graphs) == (count, 256, count)
 
 
-def test_a_budget_keeps_to_the_list_of_a_host() -> None:
+def test_a_budget_with_traffic_keeps_only_sizes_of_the_hosts_list() -> None:
     own = [8, 16, 32, 64, 256]
     plan = planned(sizes=own, traffic=BIMODAL, budget=Budget(graphs=3))
     assert sizes_of(plan) == [16, 64, 256]
     assert sizes_of(planned(sizes=own, traffic=BIMODAL)) == own
 
 
-def test_of_long_requests_the_sizes_by_traffic_are_whole_requests() -> None:
+def test_decode_sizes_chosen_by_traffic_are_multiples_of_the_query_length() -> None:
     traffic = {7: 0.5, 50: 0.5}
     plan = planned(query_lens=(1, 4), traffic=traffic, budget=Budget(graphs=6))
     for _, descriptor in plan.keys:
@@ -344,7 +350,7 @@ def test_of_long_requests_the_sizes_by_traffic_are_whole_requests() -> None:
     assert by_length == {1: [256, 50, 7], 4: [512, 52, 8]}
 
 
-def test_mixed_batches_are_not_eager_for_the_sake_of_a_few_sizes_of_decode() -> None:
+def test_a_budget_prefers_piecewise_graphs_over_a_few_more_decode_sizes() -> None:
     keys = keys_of(BOTH, *SIZES, reqs=256)
     for graphs, mode in ((3, "FULL_DECODE_ONLY"), (4, BOTH.name), (30, BOTH.name), (70, BOTH.name)):
         fitted = plan(keys, Budget(graphs=graphs), {}, mode=BOTH)

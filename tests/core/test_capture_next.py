@@ -70,7 +70,7 @@ def finish(run: GraphRunner) -> None:
 # What one call captures --------------------------------------------------------------------------
 
 
-def test_a_call_captures_one_graph_the_largest_first_and_says_how_many_are_left():
+def test_capture_next_captures_the_largest_missing_graph_and_counts_those_left():
     run = several()
     for left, size in ((3, 8), (2, 4), (1, 2), (0, 1)):
         progress = run.capture_next()
@@ -79,7 +79,7 @@ def test_a_call_captures_one_graph_the_largest_first_and_says_how_many_are_left(
     assert run.capture_next().captured == ()
 
 
-def test_the_order_is_that_of_a_capture():
+def test_capture_next_captures_graphs_in_the_order_of_capture():
     runs = [several(mode="FULL_AND_PIECEWISE", traffic={1: 0.9, 8: 0.1}) for _ in range(2)]
     runs[0].capture()
     finish(runs[1])
@@ -90,7 +90,7 @@ def test_the_order_is_that_of_a_capture():
 # Between calls -----------------------------------------------------------------------------------
 
 
-def test_batches_are_served_by_what_is_there_or_eagerly():
+def test_batches_between_captures_use_a_published_graph_or_run_eagerly():
     run = several(mode="FULL_AND_PIECEWISE")
     seen = []
     while True:
@@ -107,7 +107,7 @@ def test_batches_are_served_by_what_is_there_or_eagerly():
     assert seen[-3:] == [Reason.HIT] * 3
 
 
-def test_a_batch_whose_padding_would_be_too_much_runs_eagerly_until_its_graph_is_there():
+def test_a_batch_with_too_much_padding_runs_eagerly_until_its_graph_is_captured():
     run = several(options=GraphOptions(max_padding=1.5))
     run.capture_next()
     run(x=rows(2))
@@ -118,7 +118,7 @@ def test_a_batch_whose_padding_would_be_too_much_runs_eagerly_until_its_graph_is
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_outputs_of_the_step_before_cannot_be_read_after_a_capture(monkeypatch, fails):
+def test_capture_next_expires_the_outputs_of_the_step_before(monkeypatch, fails):
     # Not every torch can make them unreadable.
     monkeypatch.setattr(handout, "mark_unreadable", lambda storage, _: None)
 
@@ -135,7 +135,7 @@ def test_outputs_of_the_step_before_cannot_be_read_after_a_capture(monkeypatch, 
     assert run.pool.handed_out == [] and held is not None
 
 
-def test_capture_captures_the_rest():
+def test_capture_after_capture_next_captures_the_remaining_graphs():
     run = several()
     run.capture_next()
     told = []
@@ -146,7 +146,7 @@ def test_capture_captures_the_rest():
     assert run.graphs.sealing.closed
 
 
-def test_lazy_steps_capture_meanwhile_what_they_miss():
+def test_a_lazy_step_between_captures_captures_its_missing_graph():
     run = several(options=GraphOptions(lazy=True))
     run.capture_next()
     run(x=rows(1))
@@ -159,7 +159,7 @@ def test_lazy_steps_capture_meanwhile_what_they_miss():
 # The end -----------------------------------------------------------------------------------------
 
 
-def test_after_the_last_graph_the_runner_is_as_sealed_as_by_capture():
+def test_after_the_last_capture_next_the_runner_is_sealed():
     run = several(options=GraphOptions(strict=True))
     finish(run)
     with pytest.raises(CaptureSealedError):
@@ -168,7 +168,7 @@ def test_after_the_last_graph_the_runner_is_as_sealed_as_by_capture():
 
 
 @pytest.mark.parametrize("check", ["capture", "first"])
-def test_at_the_end_the_same_graphs_are_to_be_tried_as_after_capture(check):
+def test_after_the_last_capture_next_the_same_graphs_await_trial_as_after_capture(check):
     apart, at_once = (several(options=GraphOptions(check=check)) for _ in range(2))
     finish(apart)
     at_once.capture()
@@ -178,7 +178,7 @@ def test_at_the_end_the_same_graphs_are_to_be_tried_as_after_capture(check):
     assert tried[0] == tried[1]
 
 
-def test_a_graph_that_is_the_smallest_only_for_now_is_not_tried_for_that():
+def test_the_smallest_graph_captured_until_now_gets_no_extra_trial():
     run = several()
     for _ in range(3):
         run.capture_next()
@@ -192,7 +192,7 @@ def example(batch: Batch, generator: torch.Generator) -> Example:
     return Example({"x": torch.rand(batch.num_tokens, 4, generator=generator)})
 
 
-def test_examples_are_tried_after_the_last_graph():
+def test_examples_are_tried_only_after_the_last_capture_next():
     run = several(host=Host(example=example))
     for _ in range(3):
         run.capture_next()
@@ -202,7 +202,7 @@ def test_examples_are_tried_after_the_last_graph():
     assert tried == {1, 8}
 
 
-def test_a_trial_that_fails_releases_all_graphs_and_is_not_repeated_for_ever():
+def test_a_failed_trial_after_the_last_graph_releases_all_graphs_once():
     def mixes(x):
         return x + x.mean()
 
@@ -220,7 +220,7 @@ def test_a_trial_that_fails_releases_all_graphs_and_is_not_repeated_for_ever():
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_graphs_that_do_not_fit_are_told_after_the_last(strict):
+def test_dropped_graphs_are_reported_after_the_last_capture_next(strict):
     def forward(x):
         return (x.repeat(1, 1 << (4 + 14 * (x.shape[0] == 2))) + 1)[:, :4]
 
@@ -242,14 +242,14 @@ def test_graphs_that_do_not_fit_are_told_after_the_last(strict):
     assert torch.equal(run(x=rows(2)), rows(2, 2.0))
 
 
-def test_a_plan_without_graphs_is_sealed_at_once():
+def test_capture_next_seals_a_plan_without_graphs_at_once():
     run = several(mode="NONE")
     assert run.capture_next().left == 0
     assert run.graphs.sealing.closed
     assert torch.equal(run(x=rows(3)), rows(3, 2.0))
 
 
-def test_a_closed_runner_captures_nothing():
+def test_capture_next_on_a_closed_runner_raises_pool_closed():
     run = several()
     run.close()
     with pytest.raises(PoolClosedError):
@@ -259,7 +259,7 @@ def test_a_closed_runner_captures_nothing():
 # Failures ----------------------------------------------------------------------------------------
 
 
-def test_a_graph_that_fails_raises_once_and_the_others_go_on():
+def test_a_failing_graph_raises_once_and_capture_next_continues_with_the_next():
     broken = [True]
 
     def forward(x):
@@ -282,7 +282,7 @@ def test_a_graph_that_fails_raises_once_and_the_others_go_on():
     assert sizes_of(run) == [8, 2, 1, 4]
 
 
-def test_after_a_last_graph_that_failed_the_next_call_seals():
+def test_capture_next_seals_the_runner_after_a_last_graph_that_failed():
     def forward(x):
         if x.shape[0] == 1:
             raise ZeroDivisionError
@@ -299,7 +299,7 @@ def test_after_a_last_graph_that_failed_the_next_call_seals():
     assert not run.graphs.sealing.may_capture
 
 
-def test_outputs_that_nobody_can_hand_out_fail_like_a_graph_and_not_for_ever():
+def test_unsupported_outputs_raise_once_for_each_graph_and_then_end():
     def forward(x):
         return {"y": x + 1, "n": object()}
 
@@ -310,7 +310,7 @@ def test_outputs_that_nobody_can_hand_out_fail_like_a_graph_and_not_for_ever():
     assert run.capture_next().left == 0
 
 
-def test_weights_that_moved_between_two_calls_are_refused_and_nothing_changes():
+def test_weights_replaced_between_two_calls_are_refused_until_recapture():
     class Layer(torch.nn.Linear):
         def forward(self, x):
             return super().forward(x)
@@ -327,7 +327,7 @@ def test_weights_that_moved_between_two_calls_are_refused_and_nothing_changes():
     assert sizes_of(run) == [8, 4, 2, 1]
 
 
-def test_graphs_of_one_runner_are_captured_under_the_same_settings():
+def test_capture_next_under_other_autocast_settings_is_refused():
     run = several(lambda x: torch.mm(x, x.new_ones(4, 4)))
     run.capture_next()
     with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(VerificationError):
@@ -336,7 +336,7 @@ def test_graphs_of_one_runner_are_captured_under_the_same_settings():
     assert captured_by(run) == [4]
 
 
-def test_a_lazy_step_under_other_settings_captures_nothing():
+def test_a_lazy_step_under_other_autocast_settings_captures_no_graph():
     run = several(lambda x: torch.mm(x, x.new_ones(4, 4)), options=GraphOptions(lazy=True))
     run(x=rows(8))
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -351,7 +351,7 @@ def test_a_lazy_step_under_other_settings_captures_nothing():
 
 
 @pytest.mark.parametrize("phase", ["eager", "replay"])
-def test_a_call_inside_of_a_step_is_refused_and_changes_nothing(phase):
+def test_capture_next_called_inside_bind_of_a_step_is_refused(phase):
     errors: list[Exception] = []
 
     def bind(buffers, descriptor, now):
@@ -370,7 +370,7 @@ def test_a_call_inside_of_a_step_is_refused_and_changes_nothing(phase):
     run.capture_next()
 
 
-def test_a_call_in_an_eager_part_of_a_step_is_refused():
+def test_capture_next_called_in_an_eager_part_of_a_step_is_refused():
     raised = []
 
     @eager_break
@@ -389,7 +389,7 @@ def test_a_call_in_an_eager_part_of_a_step_is_refused():
     finish(run)
 
 
-def test_a_call_from_another_thread_while_a_step_runs_is_refused():
+def test_capture_next_from_another_thread_during_a_step_is_refused():
     entered, leave = threading.Event(), threading.Event()
 
     def bind(buffers, descriptor, phase):
@@ -418,7 +418,7 @@ def call_elsewhere(function: Any) -> None:
         threads.submit(function).result()
 
 
-def test_between_the_pieces_of_a_step_in_the_pool_nothing_is_captured():
+def test_capture_next_between_the_pieces_of_a_step_is_refused():
     pool = GraphPool("cpu")
     pieces = [
         wrapper_class(pool.platform)(
@@ -438,7 +438,7 @@ def test_between_the_pieces_of_a_step_in_the_pool_nothing_is_captured():
     assert captured_by(run) == [8]
 
 
-def test_a_call_in_the_capture_of_something_else_is_refused():
+def test_capture_next_inside_the_capture_of_another_runner_is_refused():
     run = several()
 
     def forward(x):
@@ -475,7 +475,7 @@ class Counting(torch.nn.Module):
 
 
 @pytest.mark.parametrize("check", ["off", "capture"])
-def test_state_numbers_and_random_numbers_are_as_without_captures(check):
+def test_captures_between_steps_leave_state_and_random_numbers_unchanged(check):
     models = Counting(), Counting()
     own = models[0].declared[0], *([models[0].found, models[0].rows] if check == "off" else [])
     run = GraphRunner(
@@ -507,7 +507,7 @@ def test_state_numbers_and_random_numbers_are_as_without_captures(check):
         assert all(map(torch.equal, models[0].state(), models[1].state()))
 
 
-def test_garbage_is_collected_again_and_communicators_are_entered_in_each_call():
+def test_each_capture_next_enters_the_capture_context_and_enables_garbage_collection_again():
     entered = []
 
     @contextlib.contextmanager
@@ -524,7 +524,7 @@ def test_garbage_is_collected_again_and_communicators_are_entered_in_each_call()
     assert run.pool.owner is None
 
 
-def test_state_that_a_small_graph_writes_after_larger_ones_is_put_back():
+def test_state_written_only_at_a_small_size_is_restored_after_its_capture():
     state = torch.zeros(2)
 
     def forward(x):
@@ -537,7 +537,7 @@ def test_state_that_a_small_graph_writes_after_larger_ones_is_put_back():
     assert state.tolist() == [0, 0]
 
 
-def test_rows_that_only_some_sizes_write_are_put_back():
+def test_state_rows_written_only_at_certain_sizes_are_restored():
     state = torch.zeros(4, 4)
 
     def forward(x):
@@ -551,7 +551,7 @@ def test_rows_that_only_some_sizes_write_are_put_back():
     assert torch.equal(state, torch.zeros(4, 4))
 
 
-def test_of_each_kind_the_warm_up_of_the_largest_is_remembered():
+def test_only_the_warm_up_of_the_largest_size_is_remembered():
     state = torch.zeros(1)
 
     def forward(x):
@@ -566,7 +566,7 @@ def test_of_each_kind_the_warm_up_of_the_largest_is_remembered():
 # Steps meanwhile ---------------------------------------------------------------------------------
 
 
-def test_no_step_between_two_calls_looks_for_missing_graphs():
+def test_steps_between_capture_next_calls_do_not_look_for_missing_graphs():
     run = several()
     assert not run.graphs.sealing.may_capture
     run.capture_next()
@@ -576,7 +576,7 @@ def test_no_step_between_two_calls_looks_for_missing_graphs():
 
 
 @pytest.mark.parametrize("end", ["release", "seal", "recapture"])
-def test_the_rest_is_captured_after(end):
+def test_capture_next_captures_all_missing_graphs_after_release_seal_or_recapture(end):
     run = several()
     run.capture_next()
     getattr(run, end)()
@@ -586,7 +586,7 @@ def test_the_rest_is_captured_after(end):
 
 
 @pytest.mark.parametrize("lazy", [False, True])
-def test_after_seal_capture_next_still_captures_and_a_step_does_not(lazy):
+def test_after_seal_capture_next_still_captures_and_a_lazy_step_does_not(lazy):
     run = several(options=GraphOptions(lazy=lazy))
     run.capture_next()
     run.seal()
@@ -595,7 +595,7 @@ def test_after_seal_capture_next_still_captures_and_a_step_does_not(lazy):
     assert sizes_of(run) == [8, 4]
 
 
-def test_a_runner_inside_the_capture_of_another_one_is_no_step():
+def test_a_half_captured_runner_can_be_called_in_the_capture_of_another_runner():
     inner = several()
     inner.capture_next()
     outer = several(lambda x: inner(x=x))
@@ -603,7 +603,7 @@ def test_a_runner_inside_the_capture_of_another_one_is_no_step():
     assert torch.equal(outer(x=rows(3)), rows(3, 2.0))
 
 
-def test_an_error_of_a_capture_is_named_as_by_capture():
+def test_capture_next_raises_the_same_error_type_as_capture():
     def forward(x):
         return x * float(x.sum().item())
 
@@ -615,7 +615,7 @@ def test_an_error_of_a_capture_is_named_as_by_capture():
     assert raised[0] is raised[1]
 
 
-def test_after_its_pool_was_cleared_the_rest_is_captured_and_recapture_brings_all_back():
+def test_after_clear_graphs_capture_next_continues_and_recapture_restores_all_graphs():
     run = several()
     run.capture_next()
     run.pool.clear_graphs()

@@ -63,7 +63,7 @@ CHANGES: dict[str, tuple[Callable[[Holder], object], list[Any]]] = {
 
 @watched
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_change_of_an_object_is_noted_once_and_the_look_says_so(name: str) -> None:
+def test_a_change_of_a_watched_dict_is_noted_once_for_the_next_look(name: str) -> None:
     change, keys = CHANGES[name]
     held = Holder()
     watch = watch_of(vars(held))
@@ -79,7 +79,7 @@ def test_a_change_of_an_object_is_noted_once_and_the_look_says_so(name: str) -> 
 
 
 @watched
-def test_what_it_is_over_decides_as_long_as_nothing_has_changed() -> None:
+def test_an_unchanged_watch_yields_the_values_of_its_inner_iterator() -> None:
     held = Holder()
     watch = watch_of(vars(held))
     watch.looks = iter([True, False])
@@ -93,7 +93,7 @@ def test_what_it_is_over_decides_as_long_as_nothing_has_changed() -> None:
 
 
 @watched
-def test_the_order_of_attributes_and_all_values_stay_when_a_watch_begins() -> None:
+def test_starting_a_watch_keeps_attribute_order_and_values() -> None:
     class Many:
         pass
 
@@ -110,7 +110,7 @@ def test_the_order_of_attributes_and_all_values_stay_when_a_watch_begins() -> No
 
 
 @watched
-def test_classes_globals_by_name_and_ordered_dicts() -> None:
+def test_classes_named_globals_and_ordered_dicts_can_be_watched() -> None:
     class Model:
         scale = 1
 
@@ -140,7 +140,7 @@ def test_classes_globals_by_name_and_ordered_dicts() -> None:
 
 
 @watched
-def test_no_code_of_a_user_is_run_and_no_value_is_kept() -> None:
+def test_a_watch_calls_no_hash_or_eq_and_keeps_no_values_alive() -> None:
     calls: list[str] = []
 
     class Key:
@@ -191,7 +191,7 @@ def test_no_code_of_a_user_is_run_and_no_value_is_kept() -> None:
 
 
 @watched
-def test_an_error_that_is_on_its_way_stays() -> None:
+def test_a_dict_change_during_an_exception_leaves_the_exception_unchanged() -> None:
     held = Holder()
     watch = watch_of(vars(held))
 
@@ -210,7 +210,7 @@ def test_an_error_that_is_on_its_way_stays() -> None:
 
 
 @watched
-def test_ignored_keys_ring_no_more_and_others_of_the_dict_do() -> None:
+def test_changes_of_an_ignored_key_are_not_noted_and_other_keys_are() -> None:
     held = Holder()
     watch = watch_of(vars(held))
     watch.ignore(vars(held), "scale")
@@ -225,7 +225,7 @@ def test_ignored_keys_ring_no_more_and_others_of_the_dict_do() -> None:
 
 
 @watched
-def test_two_watches_of_one_dict_are_told_both_and_end_alone() -> None:
+def test_two_watches_of_the_same_dict_both_note_changes_and_stop_independently() -> None:
     held = Holder()
     one, two = watch_of(vars(held)), watch_of(vars(held))
     held.scale = 2
@@ -246,7 +246,7 @@ def test_two_watches_of_one_dict_are_told_both_and_end_alone() -> None:
 
 
 @watched
-def test_a_very_long_list_of_changes_is_one_change_of_the_dict() -> None:
+def test_more_than_a_thousand_changes_are_cut_to_a_single_unnamed_change() -> None:
     held: dict[int, int] = {}
     watch = watch_of(held)
     for number in range(5000):
@@ -257,7 +257,7 @@ def test_a_very_long_list_of_changes_is_one_change_of_the_dict() -> None:
 
 
 @watched
-def test_one_id_serves_all_watches_and_is_given_back() -> None:
+def test_all_watches_share_a_single_python_watcher_id_and_return_it() -> None:
     # In a process of its own: a runner that another test has left holds an id.
     script = """
 import ctypes, gc, itertools
@@ -294,7 +294,7 @@ assert taken_id() is not None
 
 
 @watched
-def test_what_is_no_dict_is_refused_and_leaves_nothing_behind() -> None:
+def test_watching_a_non_dict_raises_and_keeps_the_watch_as_before() -> None:
     held, other = Holder(), Holder()
     watch = watch_of(vars(held))
     for wrong in ({0: (vars(other), None), 1: (3, None)}, {0: (vars(other), "keys")}, [1], {0: 3}):
@@ -311,7 +311,7 @@ def test_what_is_no_dict_is_refused_and_leaves_nothing_behind() -> None:
 
 
 @watched
-def test_cycles_through_a_watch_are_collected() -> None:
+def test_a_reference_cycle_through_a_watch_is_garbage_collected() -> None:
     held = Holder()
     watch = watch_of(vars(held))
     held.watch = watch  # type: ignore[attr-defined]
@@ -322,7 +322,7 @@ def test_cycles_through_a_watch_are_collected() -> None:
 
 
 @watched
-def test_threads_change_while_others_aim_and_take() -> None:
+def test_a_watch_stays_right_while_other_threads_change_its_dicts() -> None:
     holders = [Holder() for _ in range(20)]
     watches = [watch_of(*map(vars, holders)) for _ in range(3)]
     done = threading.Event()
@@ -351,7 +351,7 @@ def test_threads_change_while_others_aim_and_take() -> None:
 
 @watched
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing forks here")
-def test_in_a_child_nothing_is_noted_until_it_aims_again() -> None:
+def test_a_forked_child_notes_no_changes_until_its_watch_is_aimed_again() -> None:
     script = """
 import itertools, os, sys
 import graphrt.core.trust.host_watch
@@ -375,7 +375,7 @@ sys.exit(os.waitstatus_to_exitcode(status))
 
 
 @watched
-def test_a_watch_that_is_left_at_the_end_of_the_interpreter_does_no_harm() -> None:
+def test_a_watch_still_active_at_interpreter_exit_causes_no_error() -> None:
     script = """
 import itertools
 import graphrt.core.trust.host_watch
@@ -393,7 +393,7 @@ print("done", flush=True)
 
 
 @pytest.mark.skipif(NativeGlances is None, reason=f"glances in C: {native_state}")
-def test_glances_look_at_a_few_in_turn_and_come_round() -> None:
+def test_native_glances_check_a_few_places_each_turn_until_all_were_checked() -> None:
     missing, held = object(), {"a": 1, "b": 2}
     elements = [5, 6]
 
@@ -456,7 +456,7 @@ def test_glances_look_at_a_few_in_turn_and_come_round() -> None:
 
 
 @pytest.mark.skipif(NativeGlances is None, reason=f"glances in C: {native_state}")
-def test_a_glance_tells_the_attributes_of_a_dict_from_its_items() -> None:
+def test_native_glances_distinguish_attributes_of_a_dict_subclass_from_its_items() -> None:
     class Table(dict[Any, Any]):
         pass
 
@@ -487,7 +487,7 @@ def test_a_glance_tells_the_attributes_of_a_dict_from_its_items() -> None:
 
 
 @pytest.mark.skipif(NativeGlances is None, reason=f"glances in C: {native_state}")
-def test_errors_of_glances_are_raised_and_addresses_are_compared_as_numbers() -> None:
+def test_native_glances_raise_errors_of_their_looks_and_compare_addresses_as_integers() -> None:
     address = 1 << 60
 
     def fails(held: object) -> None:

@@ -40,7 +40,7 @@ FULL, PIECEWISE, NONE = GraphMode.FULL, GraphMode.PIECEWISE, GraphMode.NONE
     st.sampled_from([None, None, 1.0, 1.5, 2.0]),
     st.randoms(use_true_random=False),
 )
-def test_dispatch_finds_what_brute_force_finds_and_says_why(
+def test_dispatch_finds_the_graph_and_reason_that_brute_force_finds(
     keys, reserved, cases, max_padding, drawn
 ):
     dispatcher = GraphDispatcher("FULL_AND_PIECEWISE", max_padding=max_padding)
@@ -87,7 +87,7 @@ def test_dispatch_finds_what_brute_force_finds_and_says_why(
 @pytest.mark.draws
 @settings(max_examples=60 * MORE, deadline=None)
 @given(batches(), st.sampled_from([None, 0, -1]), st.sampled_from([0, -2]))
-def test_the_descriptor_of_a_batch_without_a_graph_says_what_the_batch_says(batch, reqs, loras):
+def test_the_descriptor_of_an_undispatched_batch_equals_the_unpadded_batch(batch, reqs, loras):
     reqs_, query_len = normalised(batch)
     numbers = batch.num_active_loras, batch.bounds, batch.variant
     own = BatchDescriptor(
@@ -106,7 +106,7 @@ def test_the_descriptor_of_a_batch_without_a_graph_says_what_the_batch_says(batc
     assert unpadded(odd) == BatchDescriptor(batch.num_tokens)
 
 
-def test_requests_decide_among_many_graphs_of_one_kind():
+def test_dispatch_by_requests_and_tokens_matches_brute_force():
     drawn = random.Random(5)
     for _ in range(20):
         keys = {
@@ -135,20 +135,20 @@ def ladder() -> GraphDispatcher:
     return dispatcher
 
 
-def test_a_mixed_batch_where_only_decode_has_graphs_has_no_graph_whatever_its_size():
+def test_a_mixed_batch_under_decode_only_graphs_gets_reason_no_graph():
     dispatcher = GraphDispatcher("FULL_DECODE_ONLY")
     dispatcher.publish(FULL, BatchDescriptor(8, 8, uniform=True, query_len=1))
     assert dispatcher.dispatch(Batch(64, 3)).reason is Reason.NO_GRAPH
     assert dispatcher.dispatch(Batch(64, 64, 1)).reason is Reason.TOO_LARGE
 
 
-def test_a_hit_returns_the_same_prebuilt_object():
+def test_dispatching_the_same_batch_twice_returns_the_same_object():
     dispatcher = ladder()
     batch = Batch(3, 3, 1)
     assert dispatcher.dispatch(batch) is dispatcher.dispatch(batch)
 
 
-def test_the_callers_sets_are_left_alone():
+def test_dispatch_does_not_change_the_batchs_exclude_set():
     exclude = {FULL, PIECEWISE}
     ladder().dispatch(Batch(3, 3, 1, exclude=exclude))
     assert exclude == {FULL, PIECEWISE}
@@ -168,13 +168,13 @@ def test_the_callers_sets_are_left_alone():
         (Batch(3, 3, 1), {"agreed": BatchDescriptor(2)}, NONE, Reason.RANKS_DISAGREE),
     ],
 )
-def test_every_result_carries_its_reason(batch, limits, mode, reason):
+def test_each_dispatch_has_the_expected_mode_and_reason(batch, limits, mode, reason):
     dispatch = ladder().dispatch(batch, **limits)
     assert (dispatch.mode, dispatch.reason) == (mode, reason)
 
 
 @pytest.mark.parametrize(("ratio", "reason"), [(1.5, Reason.PADDING), (1.6, Reason.HIT)])
-def test_a_graph_that_pads_more_than_allowed_serves_no_batch(ratio, reason):
+def test_a_graph_that_pads_more_than_max_padding_is_not_dispatched(ratio, reason):
     dispatcher = GraphDispatcher("FULL", max_padding=ratio)
     dispatcher.publish(FULL, BatchDescriptor(8))
     assert dispatcher.dispatch(Batch(5, 5, 1)).reason is reason
@@ -191,7 +191,7 @@ def test_a_reserved_graph_is_not_captured_until_it_is_published():
     assert dispatcher.dispatch(Batch(3)).reason is Reason.NOT_CAPTURED
 
 
-def test_a_graph_that_is_captured_is_planned_for_no_batch_any_more():
+def test_planned_for_ignores_published_graphs():
     dispatcher = GraphDispatcher("FULL")
     dispatcher.publish(FULL, BatchDescriptor(4))
     assert dispatcher.planned_for(Batch(3)) is None
@@ -212,7 +212,7 @@ def test_a_graph_that_is_captured_is_planned_for_no_batch_any_more():
     ],
     ids=str,
 )
-def test_a_step_of_pieces_knows_the_query_length_of_its_requests_if_they_have_one(batch, query_len):
+def test_a_piecewise_step_has_the_query_length_of_a_uniform_batch(batch, query_len):
     dispatcher = GraphDispatcher("PIECEWISE")
     dispatcher.publish(PIECEWISE, BatchDescriptor(8))
     for _ in range(2):
@@ -223,13 +223,13 @@ def test_a_step_of_pieces_knows_the_query_length_of_its_requests_if_they_have_on
                 assert (inner.mode, inner.query_len) == (PIECEWISE, query_len)
 
 
-def test_a_step_that_contradicts_itself_is_one_of_mixed_requests():
+def test_a_batch_with_inconsistent_query_length_is_dispatched_as_mixed():
     dispatcher = ladder()
     assert dispatcher.step(Batch(3, 3, 1)).mode is FULL
     assert dispatcher.step(Batch(3, 2, 1)).mode is PIECEWISE
 
 
-def test_a_step_goes_by_the_dispatch_of_a_subclass():
+def test_step_uses_the_dispatch_method_of_a_subclass():
     class Smallest(GraphDispatcher):
         def dispatch(self, batch, **agreed):
             return super().dispatch(batch._replace(exclude=frozenset({FULL})), **agreed)
@@ -241,7 +241,7 @@ def test_a_step_goes_by_the_dispatch_of_a_subclass():
         assert dispatcher.step(Batch(4)).mode is PIECEWISE
 
 
-def test_a_thousand_answers_are_kept_and_those_after_them_are_right():
+def test_dispatches_beyond_the_limit_of_remembered_answers_are_right():
     dispatcher = ladder()
     for _ in range(2):
         for tokens in range(1, 3 * REMEMBERED):
@@ -253,7 +253,7 @@ def test_a_thousand_answers_are_kept_and_those_after_them_are_right():
 
 
 @pytest.mark.parametrize("ratio", [None, 1.0, 1.2, 2.0])
-def test_the_same_batch_is_dispatched_anew_when_graphs_have_changed(ratio):
+def test_a_repeated_batch_is_dispatched_anew_after_publish_or_withdraw(ratio):
     drawn, batch, told = random.Random(3), Batch(5, 5, 1), set()
     keys = [(FULL, BatchDescriptor(tokens)) for tokens in (5, 6, 8, 16)]
     dispatcher = GraphDispatcher("FULL", max_padding=ratio)
@@ -271,7 +271,7 @@ def test_the_same_batch_is_dispatched_anew_when_graphs_have_changed(ratio):
 
 
 @pytest.mark.parametrize("field", [0, 1], ids=Batch._fields[:2])
-def test_a_count_that_changes_is_seen_at_the_next_step(field):
+def test_a_tensor_count_in_a_batch_that_changes_changes_the_dispatch(field):
     dispatcher = GraphDispatcher("FULL")
     for count in (2, 4, 8):
         dispatcher.publish(FULL, BatchDescriptor(8, count) if field else BatchDescriptor(count))
@@ -286,7 +286,7 @@ def test_a_count_that_changes_is_seen_at_the_next_step(field):
         assert dispatcher.step(batch).descriptor[field] == least
 
 
-def test_what_a_host_changes_in_a_batch_is_seen_at_the_next_step():
+def test_editing_a_batchs_exclude_set_changes_its_next_dispatch():
     dispatcher, exclude = ladder(), set()
     batch = Batch(3, 3, 1, exclude=exclude)
     for _ in range(3):
@@ -295,17 +295,17 @@ def test_what_a_host_changes_in_a_batch_is_seen_at_the_next_step():
     assert dispatcher.step(batch).mode is dispatcher.dispatch(batch).mode is PIECEWISE
 
 
-def test_requests_without_tokens_are_a_mixed_batch():
+def test_a_batch_with_query_length_zero_is_dispatched_as_mixed():
     dispatcher = ladder()
     assert dispatcher.dispatch(Batch(4, None, 0)) == dispatcher.dispatch(Batch(4))
 
 
-def test_mode_none_says_so():
+def test_a_dispatcher_in_mode_none_gives_reason_mode_none():
     assert GraphDispatcher("none").dispatch(Batch(3)).reason is Reason.MODE_NONE
 
 
 @pytest.mark.parametrize("tokens", [0, -1])
-def test_an_empty_batch_is_a_named_error(tokens):
+def test_dispatching_a_batch_without_tokens_raises(tokens):
     dispatcher = ladder()
     dispatcher.dispatch(Batch(1))
     for ask in (dispatcher.dispatch, dispatcher.step):
@@ -313,7 +313,7 @@ def test_an_empty_batch_is_a_named_error(tokens):
             ask(Batch(tokens))
 
 
-def test_counters_are_kept_for_every_reason_and_graph():
+def test_the_dispatcher_counts_steps_by_reason_and_hits_by_graph():
     dispatcher = ladder()
     for batch in (Batch(3, 3, 1), Batch(4, 4, 1), Batch(99)):
         dispatcher.dispatch(batch)
@@ -323,7 +323,7 @@ def test_counters_are_kept_for_every_reason_and_graph():
     assert dispatcher.hits()[FULL, BatchDescriptor(4, 4, uniform=True, query_len=1)] == 2
 
 
-def test_the_largest_of_several_decode_query_lengths_is_not_missed():
+def test_a_decode_batch_between_larger_query_lengths_gets_the_smallest_fitting_graph():
     dispatcher = GraphDispatcher("FULL_AND_PIECEWISE")
     for size in (1, 2, 4, 8, 16, 24):
         dispatcher.publish(PIECEWISE, BatchDescriptor(size))
@@ -335,6 +335,6 @@ def test_the_largest_of_several_decode_query_lengths_is_not_missed():
     assert (dispatch.mode, dispatch.descriptor.num_tokens) == (FULL, 18)
 
 
-def test_dispatch_unpacks_as_documented():
+def test_a_dispatch_unpacks_into_mode_descriptor_reason_and_slot():
     mode, descriptor, reason, slot = ladder().dispatch(Batch(3, 3, 1))
     assert Dispatch(mode, descriptor, reason, slot).slot == slot

@@ -65,7 +65,7 @@ def captured(*args: Any, **keywords: Any) -> GraphRunner:
         (lambda x: x * len(torch.nonzero(x)), 18.0),
     ],
 )
-def test_an_eager_break_is_advised_with_the_mode_that_has_it(mode, read, result):
+def test_a_host_read_in_the_forward_is_advised_eager_break_with_mode_piecewise(mode, read, result):
     advice = advice_of(captured, read, mode=mode, sizes=[3])
     if "nonzero_static" in advice:  # a case with an advice of its own
         return
@@ -76,12 +76,12 @@ def test_an_eager_break_is_advised_with_the_mode_that_has_it(mode, read, result)
     assert run.last_dispatch.reason is Reason.HIT
 
 
-def test_under_full_the_mark_alone_does_nothing():
+def test_a_marked_eager_break_under_mode_full_is_advised_mode_piecewise():
     marked = eager_break(lambda x: x * x.sum().item())
     assert 'mode="PIECEWISE"' in advice_of(captured, marked, mode="FULL", sizes=[3])
 
 
-def test_a_platform_is_named_where_its_wrapper_class_is_asked_for():
+def test_wrapper_class_with_a_wrong_platform_advises_get_platform():
     assert wrapper_class("cpu") is wrapper_class(get_platform("cpu"))
     advice = advice_of(wrapper_class, 3)
     assert advice == 'platform=get_platform("cpu")'
@@ -90,7 +90,7 @@ def test_a_platform_is_named_where_its_wrapper_class_is_asked_for():
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 @pytest.mark.parametrize("outputs", [None, ("tokens", 4)])
-def test_a_mask_of_booleans_is_a_where(mode, outputs):
+def test_indexing_with_a_boolean_mask_is_advised_torch_where(mode, outputs):
     forward = lambda x: x[x[:, 0] > 0]  # noqa: E731
     assert "torch.where(mask, x, fill)" in advice_of(captured, forward, mode=mode, outputs=outputs)
     run = captured(
@@ -106,14 +106,14 @@ def test_a_mask_of_booleans_is_a_where(mode, outputs):
 
 
 @pytest.mark.parametrize("given", [(4, 4), (2, 4)])
-def test_a_batch_of_other_rows_than_it_says_is_told_both_ways(given):
+def test_inputs_with_more_or_fewer_rows_than_the_batch_get_working_advice(given):
     run, x = captured(), torch.ones(given)
     assert "the live rows of x alone" in advice_of(run, Batch(3, 3, 1), x=x)
     assert torch.equal(run(Batch(given[0]), x=x), x + 1)
 
 
 @pytest.mark.parametrize("names", [("xs",), ("x", "y"), ()])
-def test_a_step_with_other_inputs_is_told_their_names(names):
+def test_a_step_with_missing_or_unknown_inputs_names_them(names):
     missing, unknown = sorted({"x"} - {*names}), sorted({*names} - {"x"})
     run = captured()
     with pytest.raises(errors.InvalidInputError) as caught:
@@ -141,14 +141,14 @@ def test_an_input_that_the_forward_does_not_take_is_named(forward, names, named)
             runner(each, inputs=dict.fromkeys(names, X))
 
 
-def test_advice_about_a_forwards_arguments_works():
+def test_binding_an_undeclared_forward_argument_with_partial_works_as_advised():
     forward = lambda x, scale: x * scale  # noqa: E731
     assert "partial" in advice_of(runner, forward)
     run = captured(functools.partial(forward, scale=3.0))
     assert torch.equal(run(x=rows(3)), rows(3, 3.0))
 
 
-def test_forwards_that_do_not_tell_what_they_take_are_called_as_they_are():
+def test_wrapped_hooked_and_scripted_forwards_are_accepted_without_a_signature_check():
     def decorated(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def call(*args: Any, **keywords: Any) -> Any:
@@ -174,7 +174,7 @@ def test_forwards_that_do_not_tell_what_they_take_are_called_as_they_are():
         assert torch.equal(captured(forward)(x=rows(3)), rows(3, 2.0))
 
 
-def test_a_batch_that_cannot_be_told_is_given():
+def test_inputs_without_a_batch_axis_are_advised_to_pass_a_batch():
     spec = InputSpec(torch.float32, (3, 4))
     run = captured(inputs={"x": spec}, outputs=(3, 4))
     advice = advice_of(run, x=rows(3))
@@ -182,7 +182,7 @@ def test_a_batch_that_cannot_be_told_is_given():
     assert torch.equal(run(Batch(2, 2), x=rows(3)), rows(3, 2.0))
 
 
-def test_a_step_without_tokens_is_skipped():
+def test_a_step_of_zero_tokens_is_advised_to_be_skipped():
     run = captured()
     assert advice_of(run, x=rows(0)).startswith("skip the step")
     assert "skip" not in advice_of(run, Batch(-1), x=rows(1))
@@ -198,14 +198,14 @@ def test_a_step_without_tokens_is_skipped():
         ("num_tokens", "tokens"),
     ],
 )
-def test_a_typo_of_an_axis_is_mended(typo, meant):
+def test_a_typo_in_an_axis_name_is_advised_the_right_name(typo, meant):
     assert advice_of(InputSpec, torch.float32, (typo, 4)) == f'"{meant}"'
     assert advice_of(runner, outputs=(typo, 4)) == f'"{meant}"'
     assert advice_of(HostArg, typo) == f'"{meant}"'
     assert InputSpec(torch.float32, (meant, 4)).sizes(2, 2)[1:] == (4,)
 
 
-def test_a_sparse_tensor_is_told_how_to_have_rows():
+def test_a_sparse_input_is_advised_a_conversion_that_works():
     run, x = captured(), torch.ones(3, 4).to_sparse()
     made = eval(advice_of(run, x=x).partition(" of a sparse one")[0], {"x": x})
     assert run(x=made).shape == (3, 4)
@@ -235,13 +235,13 @@ def hook(name: str, value: Any) -> Callable[[], Any]:
         lambda: GraphWrapper(nothing, "FULL", pool=GraphPool("cpu"), read_context=3),
     ],
 )
-def test_a_hook_that_cannot_be_called_is_named_with_its_signature(make):
+def test_a_hook_that_is_not_callable_is_advised_its_signature(make):
     advice = advice_of(make)
     assert advice.startswith("def ")
     compile(advice, "advice", "exec")
 
 
-def test_a_hook_as_advised_is_called():
+def test_a_bind_hook_with_the_advised_signature_works():
     advice = advice_of(hook("bind", 3))
     space: dict[str, Any] = {}
     exec(advice, space)
@@ -253,7 +253,7 @@ def test_a_hook_as_advised_is_called():
 
 
 @pytest.mark.parametrize("default", [(1, 2), [1, 2], (1.5,)], ids=str)
-def test_an_operator_with_a_default_of_several_values(default):
+def test_an_opaque_operator_with_a_list_default_is_advised_an_optional_argument(default):
     name = f"following::op{abs(hash(str(default)))}"
 
     def scale(x: torch.Tensor, out: torch.Tensor, by: Any = default) -> None:
@@ -277,7 +277,7 @@ def test_an_operator_with_a_default_of_several_values(default):
     assert out.tolist() == [default[0]] * 2
 
 
-def test_a_moved_argument_names_its_wrapper():
+def test_a_moved_argument_raises_with_the_wrappers_name_and_advises_copy():
     def layer_seven(x):
         return x + 1
 
@@ -299,7 +299,7 @@ def test_a_moved_argument_names_its_wrapper():
     assert torch.equal(step(x), rows(2, 6.0))
 
 
-def test_a_cache_that_grows_becomes_one_of_a_fixed_size():
+def test_a_growing_cache_is_advised_a_static_cache_that_works():
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     config = transformers.LlamaConfig(
@@ -349,7 +349,7 @@ class Remembers(torch.nn.Module):
         return x + kept
 
 
-def test_a_tensor_of_the_step_before_is_copied_into_one_that_is_there():
+def test_a_tensor_replaced_at_every_step_is_advised_copy_into_a_kept_tensor():
     replaced, copied = Remembers(), Remembers()
     assert "self.h.copy_(new) in place of self.h = new" in advice_of(captured, replaced, sizes=[3])
     copied.h = torch.zeros(3, 4)
@@ -366,7 +366,7 @@ def test_a_tensor_of_the_step_before_is_copied_into_one_that_is_there():
         assert run.last_dispatch.reason is Reason.HIT
 
 
-def test_a_part_that_returns_another_dtype_later_is_told_of_the_dtype():
+def test_an_eager_part_whose_dtype_changes_is_advised_to_return_a_fixed_dtype():
     doubles: list[bool] = []
     part = eager_break(lambda x: x.double() if doubles else x + 0)
     run = captured(lambda x: part(x) * 2, mode="PIECEWISE", sizes=[3])
@@ -380,7 +380,7 @@ def test_a_part_that_returns_another_dtype_later_is_told_of_the_dtype():
     assert torch.equal(run(x=rows(3)), rows(3, 2.0))
 
 
-def test_a_part_whose_branch_flips_returns_a_fresh_tensor_always():
+def test_an_eager_part_that_sometimes_returns_its_argument_is_advised_to_clone():
     @eager_break
     def flips(y: torch.Tensor) -> torch.Tensor:
         if y.abs().max() > 1:
@@ -405,7 +405,7 @@ def test_a_part_whose_branch_flips_returns_a_fresh_tensor_always():
             assert run.last_dispatch.reason is Reason.HIT
 
 
-def test_a_batch_norm_that_trains_is_evaluated():
+def test_a_batch_norm_in_training_mode_is_advised_eval():
     model = torch.nn.BatchNorm1d(4)
     run = captured(lambda x: model(x), sizes=[4])
     with pytest.warns(errors.GraphQuarantinedWarning, match=r"call eval\(\)"), torch.no_grad():
@@ -432,7 +432,7 @@ class Own(Exception):
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "NONE"])
 @pytest.mark.parametrize("when", ["warm-up", "capture", "eager part", "trial", "too large"])
 @pytest.mark.parametrize("error", [Own(7), TypeError("a keyword argument"), RuntimeError("x")])
-def test_a_forwards_own_exception_stays_its_own(mode, when, error):
+def test_an_exception_raised_by_the_forward_is_raised_unchanged(mode, when, error):
     calls = []
 
     def raise_own(x):
@@ -463,11 +463,11 @@ def test_a_forwards_own_exception_stays_its_own(mode, when, error):
         assert when in ("capture", "trial") or len(calls) < 3
 
 
-def test_a_plan_is_followed_too():
+def test_the_advice_of_a_wrong_plan_argument_works():
     advice = advice_of(Plan, mode="FULL", sizes=3)
     assert Plan(mode="FULL", platform="cpu", **eval(f"dict({advice})")).keys
 
 
-def test_an_opaque_function_that_cannot_be_called_is_named():
+def test_opaque_applied_to_a_non_callable_raises():
     with pytest.raises(GraphRTError, match="'function' cannot be called"):
         graphrt.opaque("graphrt_following::none", mutates=[])(None)

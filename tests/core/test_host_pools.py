@@ -60,7 +60,7 @@ class Host:
         return GraphWrapper(function, self.mode, pool=pool, read_context=self.read, options=options)
 
 
-def test_pieces_of_one_step_of_the_host_are_one_step():
+def test_all_pieces_after_one_begin_step_count_as_one_step():
     host, pool = Host(), GraphPool("cpu")
     pieces = [host.wrap(lambda x: [x + 1], pool) for _ in range(3)]
     x = torch.zeros(4)
@@ -94,7 +94,7 @@ def test_without_begin_step_every_piece_is_a_step_of_its_own():
     assert pool.generation - before == 3
 
 
-def test_a_step_of_the_host_ends_where_the_next_one_begins():
+def test_a_piece_of_an_overtaken_host_step_is_refused():
     host, pool = Host(), GraphPool("cpu")
     piece, x = host.wrap(lambda x: x + 1, pool), torch.zeros(4)
     for tokens in (4, 8, 4, 8):
@@ -149,7 +149,7 @@ def test_interleaved_steps_of_two_threads_raise():
     assert len(errors) == 1
 
 
-def test_a_pool_whose_owner_changes_meanwhile_is_busy():
+def test_the_busy_error_of_a_pool_whose_owner_changes_names_the_first_owner():
     pool, context = GraphPool("cpu"), object()
 
     class Ending:
@@ -165,7 +165,7 @@ def test_a_pool_whose_owner_changes_meanwhile_is_busy():
     pool.owner = None
 
 
-def test_a_context_that_is_kept_is_found_by_a_number_that_announces_nothing():
+def test_a_kept_context_gets_a_slot_that_does_not_announce_a_graph():
     host, pool = Host(FULL), GraphPool("cpu")
     strict = GraphOptions(lazy=True, strict=True)
     one, other = host.wrap(lambda x: x + 1, pool, strict), host.wrap(lambda x: x + 2, pool, strict)
@@ -194,7 +194,7 @@ def test_a_context_that_is_kept_is_found_by_a_number_that_announces_nothing():
     assert kept.slot == 3 and kept.announced
 
 
-def test_begin_step_inside_of_an_entered_context_is_refused():
+def test_begin_step_inside_an_entered_context_is_refused():
     context = ForwardContext(PIECEWISE, BatchDescriptor(4))
     with context, pytest.raises(InvalidOptionError, match="entered"):
         context.begin_step()
@@ -204,7 +204,7 @@ def test_begin_step_inside_of_an_entered_context_is_refused():
     assert context.token is None
 
 
-def test_lists_that_replays_return_are_the_callers_own():
+def test_containers_returned_by_a_replay_can_be_edited_by_the_caller():
     host, pool = Host(FULL), GraphPool("cpu")
     wrapper = host.wrap(lambda x: [x + 1, (x + 2, 3)], pool)
     nested = host.wrap(lambda x: {"a": [x + 1], "b": x}, pool)
@@ -222,7 +222,7 @@ def test_lists_that_replays_return_are_the_callers_own():
 # Sessions ---------------------------------------------------------------------------------------
 
 
-def test_lazy_wrappers_capture_in_a_session_and_not_after_it():
+def test_lazy_wrappers_capture_inside_a_session_and_are_sealed_after_it():
     host, pool = Host(FULL), GraphPool("cpu")
     strict = GraphOptions(lazy=True, strict=True)
     early, other = host.wrap(lambda x: x + 1, pool, strict), GraphPool("cpu")
@@ -246,7 +246,7 @@ def test_lazy_wrappers_capture_in_a_session_and_not_after_it():
         early(x)
 
 
-def test_a_session_that_fails_seals_and_thaws():
+def test_a_capture_session_that_raises_seals_wrappers_and_unfreezes_garbage_collection():
     host, pool = Host(FULL), GraphPool("cpu")
     wrapper = host.wrap(lambda x: x + 1, pool)
     with pytest.raises(ZeroDivisionError), pool.capture_session():
@@ -257,7 +257,7 @@ def test_a_session_that_fails_seals_and_thaws():
         pass
 
 
-def test_what_is_not_lazy_captures_in_no_session():
+def test_a_wrapper_that_is_not_lazy_does_not_capture_in_a_session():
     host, pool = Host(FULL), GraphPool("cpu")
     wrapper = host.wrap(lambda x: x + 1, pool, GraphOptions())
     with pool.capture_session():
@@ -280,7 +280,7 @@ def counted_gc(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("frozen_by_host", [False, True])
-def test_captures_in_a_session_look_at_no_frozen_heap(frozen_by_host, monkeypatch):
+def test_captures_in_a_session_freeze_the_garbage_collector_only_once(frozen_by_host, monkeypatch):
     by_nobody = recording._FROZEN_BY_NOBODY  # fewer than a heap has
     counted = counted_gc(monkeypatch)
     monkeypatch.setattr(recording, "_FROZEN_BY_NOBODY", 0 if frozen_by_host else 10**9)
@@ -300,7 +300,7 @@ def test_captures_in_a_session_look_at_no_frozen_heap(frozen_by_host, monkeypatc
 # Counter, hook, clearing ------------------------------------------------------------------------
 
 
-def test_every_capture_is_counted_and_told():
+def test_the_pool_counts_successful_captures_and_calls_on_capture():
     host, pool = Host(FULL), GraphPool("cpu")
     told: list[Any] = []
     pool.on_capture = lambda wrapper, descriptor: told.append((wrapper, descriptor.num_tokens))
@@ -319,7 +319,7 @@ def test_every_capture_is_counted_and_told():
     assert pool.captures == 3
 
 
-def test_all_graphs_of_a_pool_are_cleared_and_can_be_captured_again():
+def test_clear_graphs_destroys_all_graphs_which_can_be_captured_again():
     host, pool = Host(FULL), GraphPool("cpu")
     wrapper, graphs = host.wrap(lambda x: x + 1, pool), KeyedGraphs(pool)
     x = torch.zeros(4)
@@ -341,7 +341,7 @@ def test_all_graphs_of_a_pool_are_cleared_and_can_be_captured_again():
         pool.owner = None
 
 
-def test_a_runner_whose_graphs_were_cleared_runs_eagerly_and_counts_it():
+def test_a_runner_whose_graphs_were_cleared_runs_eagerly_and_counts_missing_graphs():
     pool = GraphPool("cpu")
     runner = GraphRunner(
         lambda x: x * 2,
@@ -364,7 +364,7 @@ def test_a_runner_whose_graphs_were_cleared_runs_eagerly_and_counts_it():
 # Keyed graphs -----------------------------------------------------------------------------------
 
 
-def test_a_keyed_graph_has_the_effect_of_one_call_and_replays_it():
+def test_capturing_a_keyed_graph_has_the_effect_of_a_single_call():
     graphs, count = KeyedGraphs(GraphPool("cpu")), torch.zeros(4)
     graph = graphs.capture("key", lambda: count.add_(1))
     assert count.tolist() == [1] * 4
@@ -374,7 +374,7 @@ def test_a_keyed_graph_has_the_effect_of_one_call_and_replays_it():
     assert graphs["key"] is graph and list(graphs) == ["key"]
 
 
-def test_a_key_is_captured_once_and_its_graph_destroyed_by_drop():
+def test_capturing_a_key_twice_raises_and_drop_destroys_its_graph():
     graphs, x = KeyedGraphs(GraphPool("cpu")), torch.zeros(4)
     for key in range(3):
         graphs.capture(key, lambda key=key: x + key)
@@ -388,7 +388,7 @@ def test_a_key_is_captured_once_and_its_graph_destroyed_by_drop():
         graphs.replay(1)
 
 
-def test_a_failed_keyed_capture_leaves_nothing():
+def test_a_failed_keyed_capture_leaves_no_graph_and_can_be_repeated():
     graphs, x = KeyedGraphs(GraphPool("cpu")), torch.zeros(4)
     with pytest.raises(ZeroDivisionError):
         graphs.capture("key", lambda: x + 1 / 0)
@@ -396,7 +396,7 @@ def test_a_failed_keyed_capture_leaves_nothing():
     assert graphs.capture("key", lambda: x + 1).replay().tolist() == [1] * 4
 
 
-def test_keyed_graphs_are_neither_captured_nor_replayed_inside_of_a_capture():
+def test_capturing_or_replaying_a_keyed_graph_inside_a_capture_is_refused():
     graphs, x = KeyedGraphs(GraphPool("cpu")), torch.zeros(4)
     inner = graphs.capture("inner", lambda: x + 1)
     with pytest.raises(NestedCaptureError, match="no trace"):
@@ -417,7 +417,7 @@ def test_pieces_inside_of_a_keyed_forward_become_part_of_its_graph():
     assert not piece.entries
 
 
-def test_graphs_that_are_off_are_called(monkeypatch):
+def test_a_keyed_graph_with_graphs_off_calls_its_forward(monkeypatch):
     monkeypatch.setenv("GRAPHRT_MODE", "NONE")
     graphs, x = KeyedGraphs(GraphPool("cpu")), torch.zeros(4)
     graph = graphs.capture("key", lambda: x + 1)
@@ -436,12 +436,12 @@ def test_graphs_that_are_off_are_called(monkeypatch):
         ({"stream": object()}, MissingCapabilityError),
     ],
 )
-def test_what_the_cpu_cannot_adopt_is_refused(wrong, error):
+def test_a_cpu_pool_refuses_a_foreign_device_handle_or_stream(wrong, error):
     with pytest.raises(error):
         GraphPool("cpu", **wrong)
 
 
-def test_memory_of_a_closed_pool_is_not_adopted():
+def test_a_pool_cannot_use_the_handle_of_a_closed_pool():
     pool = GraphPool("cpu")
     handle = pool.handle
     pool.close()
@@ -451,7 +451,7 @@ def test_memory_of_a_closed_pool_is_not_adopted():
         _ = pool.handle
 
 
-def test_a_pool_says_which_device_it_is_for():
+def test_a_pool_has_the_device_that_it_was_made_with():
     assert GraphPool("cpu", device="cpu").device == torch.device("cpu")
 
 

@@ -90,7 +90,7 @@ ACTIONS = st.one_of(
 
 @settings(max_examples=200)
 @given(st.integers(2, 5), st.lists(ACTIONS, max_size=60))
-def test_any_schedule_of_steps_failures_and_a_lagging_device_shifts_no_slot(slots, actions):
+def test_any_order_of_steps_failures_and_device_lag_gives_each_step_its_inputs(slots, actions):
     lagging = Lagging(slots)
     for number, (action, argument, fails) in enumerate(actions):
         if action == "step":
@@ -118,7 +118,7 @@ def test_any_schedule_of_steps_failures_and_a_lagging_device_shifts_no_slot(slot
     assert lagging.ring.count == lagging.device.counter.value
 
 
-def test_the_host_waits_only_for_a_slot_that_is_still_read_and_counts_it():
+def test_the_host_waits_only_for_a_slot_the_device_still_reads_and_counts_it():
     lagging = Lagging(3)
     for value in range(3):
         lagging.step(value, alone=True)
@@ -137,7 +137,7 @@ def test_the_host_waits_only_for_a_slot_that_is_still_read_and_counts_it():
     assert lagging.seen == [0, 1, 2, 3]
 
 
-def test_a_device_that_dies_while_the_host_waits_is_heard(monkeypatch):
+def test_a_device_error_while_the_host_waits_for_a_slot_is_raised(monkeypatch):
     lagging = Lagging(2)
     monkeypatch.setattr("graphrt.cuda.ring.slots._PATIENCE_S", 0.02)
     for value in range(2):
@@ -151,7 +151,7 @@ def test_a_device_that_dies_while_the_host_waits_is_heard(monkeypatch):
         lagging.step(2, alone=True)
 
 
-def test_a_replay_by_hand_is_named_at_the_next_step_and_shifts_nothing():
+def test_a_replay_outside_of_a_step_raises_at_the_next_step():
     lagging = Lagging(4)
     lagging.step(1, alone=True)
     lagging.launch()
@@ -164,7 +164,7 @@ def test_a_replay_by_hand_is_named_at_the_next_step_and_shifts_nothing():
     assert lagging.seen == [1, 1, 2, 3]
 
 
-def test_a_device_that_does_not_fetch_is_told_of_and_its_inputs_are_copied():
+def test_a_device_that_does_not_fetch_gives_a_warning_and_copied_inputs():
     class Broken(RingPlatform):
         def new_ring(self, *args):
             ring = super().new_ring(*args)
@@ -182,7 +182,7 @@ def test_a_device_that_does_not_fetch_is_told_of_and_its_inputs_are_copied():
     assert layout.views["x"].tolist() == [0, 1, 2, 0]
 
 
-def test_memory_of_a_ring_that_is_gone_is_kept_until_the_device_has_read_it():
+def test_a_deleted_rings_memory_is_kept_until_the_device_has_read_it():
     from graphrt.cuda.ring import slots as module
 
     lagging = Lagging(4)
@@ -198,7 +198,7 @@ def test_memory_of_a_ring_that_is_gone_is_kept_until_the_device_has_read_it():
 
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "FULL_AND_PIECEWISE"])
-def test_mixed_steps_see_their_own_inputs_through_aborts_and_recaptures(mode):
+def test_mixed_steps_read_their_own_inputs_across_aborts_and_recaptures(mode):
     platform = RingPlatform()
     log = Log(platform, "cpu", 600, mode=mode)
     assert log.runner.inputs.transport.ring is not None
@@ -208,7 +208,7 @@ def test_mixed_steps_see_their_own_inputs_through_aborts_and_recaptures(mode):
     assert ring.counter.value > 400 > ring.launches
 
 
-def test_without_the_option_nothing_is_fetched():
+def test_a_runner_without_inputs_in_graph_makes_no_ring():
     platform = RingPlatform()
     log = Log(platform, "cpu", 50, inputs_in_graph=False)
     mixed_steps(log, 50, 4)
@@ -216,7 +216,7 @@ def test_without_the_option_nothing_is_fetched():
     assert platform.rings == []
 
 
-def test_inputs_are_there_before_a_bind_that_reads_or_writes_them():
+def test_inputs_are_fetched_before_a_bind_that_reads_or_writes_them():
     seen: list[int] = []
 
     def bind(buffers, descriptor, phase):
@@ -233,7 +233,7 @@ def test_inputs_are_there_before_a_bind_that_reads_or_writes_them():
     assert bool((flags >= log.expected[:, 2] + tokens).all())
 
 
-def test_two_runners_of_one_pool_have_a_ring_each():
+def test_two_runners_of_the_same_pool_have_separate_rings():
     platform = RingPlatform()
     pool, rng = GraphPool(platform), random.Random(1)
     logs = [Log(platform, "cpu", 200, pool=pool, mode="FULL") for _ in range(2)]
@@ -245,7 +245,7 @@ def test_two_runners_of_one_pool_have_a_ring_each():
     assert len(platform.rings) == 2
 
 
-def test_what_is_larger_than_is_fetched_is_copied_and_its_graph_fetches_nothing():
+def test_inputs_larger_than_the_fetch_limit_are_copied_outside_of_the_graph():
     platform = RingPlatform()
     platform.fetched_bytes = 4096
     log = Log(platform, "cpu", 300, width=64)
@@ -255,7 +255,7 @@ def test_what_is_larger_than_is_fetched_is_copied_and_its_graph_fetches_nothing(
     assert fetched[1] is None
 
 
-def test_a_wrong_input_is_named_before_anything_is_given_to_the_device():
+def test_a_wrong_input_raises_before_its_slot_is_given_to_the_device():
     platform = RingPlatform()
     log, rng = Log(platform, "cpu", 20, mode="FULL"), random.Random(2)
     values = log.values(rng, 0, 4, 1)
@@ -268,7 +268,7 @@ def test_a_wrong_input_is_named_before_anything_is_given_to_the_device():
     log.check(1)
 
 
-def test_inputs_that_are_unlike_the_last_right_ones_are_looked_at():
+def test_wrong_inputs_after_several_right_steps_are_refused():
     log, rng = Log(RingPlatform(), "cpu", 20, mode="FULL"), random.Random(8)
     batch = Batch(4, 4, 1)
     for step in range(3):
@@ -291,7 +291,7 @@ def test_inputs_that_are_unlike_the_last_right_ones_are_looked_at():
     log.check(4)
 
 
-def test_strided_and_lazily_negated_host_inputs_are_fetched_as_their_values():
+def test_strided_conjugated_and_negated_host_inputs_are_fetched_with_their_values():
     runner = GraphRunner(
         lambda x, z: x + z.imag,
         inputs={
@@ -311,7 +311,7 @@ def test_strided_and_lazily_negated_host_inputs_are_fetched_as_their_values():
     assert torch.equal(runner(x=x, z=z), x + z.imag)
 
 
-def test_a_step_whose_wrapper_runs_eagerly_after_all_fetches_first():
+def test_a_step_whose_wrapper_lost_its_graph_fetches_its_inputs_before_running_eagerly():
     log, rng = Log(RingPlatform(), "cpu", 20, mode="FULL"), random.Random(3)
     for wrapper in log.runner.graphs.owners():
         wrapper.clear_graphs()
@@ -321,7 +321,7 @@ def test_a_step_whose_wrapper_runs_eagerly_after_all_fetches_first():
     log.check(20)
 
 
-def test_a_failed_capture_leaves_no_fetch_behind():
+def test_a_failed_capture_leaves_no_pending_fetch_in_the_ring():
     platform, fails = RingPlatform(), [False]
 
     def forward(x):
@@ -384,7 +384,7 @@ class OnDevice(torch.Tensor):
 
 
 @pytest.mark.parametrize("rows", [8, 5, 1])
-def test_inputs_on_the_device_are_moves_of_the_same_fetch(rows):
+def test_device_inputs_are_moved_by_the_same_fetch_as_host_inputs(rows):
     platform, rng = RingPlatform(), random.Random(rows)
     log = Log(platform, "cpu", 200, mode="FULL")
     ring, launches = platform.rings[-1], platform.rings[-1].launches
@@ -400,7 +400,7 @@ def test_inputs_on_the_device_are_moves_of_the_same_fetch(rows):
     assert not log.runner.inputs.transport.staged._slots
 
 
-def test_an_input_that_is_in_place_is_not_moved():
+def test_an_input_that_already_lies_in_its_buffer_is_not_moved():
     log = Log(RingPlatform(), "cpu", 4, mode="FULL")
     rng = random.Random(0)
     for step, rows in enumerate((8, 5)):
@@ -415,7 +415,7 @@ def test_an_input_that_is_in_place_is_not_moved():
     log.check(2)
 
 
-def test_a_step_with_all_inputs_in_place_and_no_graph_launches_nothing():
+def test_a_fill_with_all_inputs_in_their_buffers_launches_no_fetch():
     platform = RingPlatform()
     inputs = StaticInputs(
         {"x": InputSpec(torch.int64, ("tokens",))},
@@ -446,7 +446,9 @@ def test_a_ring_has_fewer_slots_for_larger_inputs():
     ("ns_a_byte", "at_least", "at_most"),
     [(0, 65536, 65536), (100, 23 << 10, 23 << 10), (2000, 4096, 4096)],
 )
-def test_a_device_that_reads_slowly_fetches_less(monkeypatch, ns_a_byte, at_least, at_most):
+def test_a_slower_device_gets_a_lower_limit_of_fetched_bytes(
+    monkeypatch, ns_a_byte, at_least, at_most
+):
     clock = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
 
@@ -466,7 +468,7 @@ def test_a_device_that_reads_slowly_fetches_less(monkeypatch, ns_a_byte, at_leas
 
 @compiled
 @pytest.mark.parametrize("rows", [8, 5, 1])
-def test_inputs_that_are_all_on_the_device_are_compared_at_once_with_those_before(rows):
+def test_device_inputs_of_the_last_steps_layout_take_the_compiled_fast_path(rows):
     """Memory of the host stands for the device's, as the moves of a slot go by addresses."""
     log, rng = Log(RingPlatform(), "cpu", 60, mode="FULL"), random.Random(rows)
     inputs = log.runner.inputs

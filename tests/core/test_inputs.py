@@ -77,7 +77,7 @@ class StagingPlatform(CpuPlatform):
         max_size=6,
     )
 )
-def test_after_any_steps_live_rows_are_live_and_padding_rows_are_padding(staged, steps):
+def test_after_any_fills_live_rows_hold_the_inputs_and_padding_rows_the_padding(staged, steps):
     inputs = static(SPECS, 8, 4)
     if staged:
         inputs.transport = StagedCopy(inputs.transport.slab, StagingPlatform())
@@ -105,7 +105,7 @@ def live_rows(views, tokens: int, reqs: int):
     return {name: view[cut.get(name, slice(tokens))] for name, view in views.items()}
 
 
-def test_inputs_of_one_size_stay_where_they_are():
+def test_input_views_of_a_size_keep_their_addresses_across_fills():
     inputs = static(SPECS, 8, 4)
     before = {name: view.data_ptr() for name, view in inputs.layout(4, 2).views.items()}
     inputs.fill(values(8, 4), inputs.layout(8, 4), 8, 4)
@@ -116,7 +116,7 @@ def test_inputs_of_one_size_stay_where_they_are():
 
 
 @pytest.mark.parametrize("staged", [False, True])
-def test_a_value_that_lies_in_the_buffers_at_another_place_is_copied_whole(staged):
+def test_an_input_that_overlaps_another_place_of_the_buffers_is_copied_whole(staged):
     specs = {name: InputSpec(torch.int64, ("tokens",)) for name in "abc"}
     inputs = static(specs, 64, 64)
     if staged:
@@ -144,7 +144,7 @@ def staged_steps(platform: StagingPlatform, max_slots: int) -> tuple[StagedCopy,
     return inputs.transport, step
 
 
-def test_the_host_waits_for_a_staging_slot_only_when_all_are_under_way():
+def test_the_host_waits_for_a_staging_slot_only_if_all_are_in_use():
     platform = StagingPlatform()
     staged, step = staged_steps(platform, 3)
     first = [step() for _ in range(3)]
@@ -156,7 +156,7 @@ def test_the_host_waits_for_a_staging_slot_only_when_all_are_under_way():
     assert staged.waits == 1
 
 
-def test_a_slot_that_is_free_again_is_used_before_a_new_one_is_made():
+def test_a_freed_staging_slot_is_reused_before_another_is_allocated():
     platform = StagingPlatform()
     _, step = staged_steps(platform, 64)
     for _ in range(5):
@@ -165,7 +165,7 @@ def test_a_slot_that_is_free_again_is_used_before_a_new_one_is_made():
     assert len(platform.events) == 1
 
 
-def test_a_lazily_negated_view_of_its_buffer_is_read_as_its_values():
+def test_a_lazily_negated_view_of_the_input_buffer_is_filled_with_its_values():
     inputs = static({"x": InputSpec(torch.float32, ("tokens",))}, 4, 4)
     layout = inputs.layout(4, 4)
     layout.views["x"].copy_(torch.arange(4.0))
@@ -173,7 +173,7 @@ def test_a_lazily_negated_view_of_its_buffer_is_read_as_its_values():
     assert layout.views["x"].tolist() == [0.0, -1.0, -2.0, -3.0]
 
 
-def test_an_input_that_lives_in_its_buffer_is_not_copied():
+def test_an_input_that_already_is_its_buffer_is_not_copied():
     inputs = static({"ids": SPECS["ids"]}, 8, 8)
     own = inputs.layout(3, 3).views["ids"]
     own.copy_(torch.tensor([4, 5, 6]))
@@ -195,7 +195,7 @@ def test_an_input_that_lives_in_its_buffer_is_not_copied():
         ({"ids": None}, "ids"),
     ],
 )
-def test_a_bad_input_is_a_named_error_and_the_next_fill_works(change, text):
+def test_a_fill_with_a_bad_input_raises_and_the_next_fill_works(change, text):
     inputs = static(SPECS, 8, 4)
     wrong = {**values(3, 2), **change}
     wrong = {name: value for name, value in wrong.items() if value is not None}
@@ -215,12 +215,12 @@ def test_a_bad_input_is_a_named_error_and_the_next_fill_works(change, text):
         {"shape": ("tokens",), "pad": "keep"},
     ],
 )
-def test_a_bad_spec_is_a_named_error(arguments):
+def test_an_input_spec_with_a_bad_axis_or_padding_is_refused(arguments):
     with pytest.raises(InvalidInputError):
         InputSpec(torch.int64, **arguments)
 
 
-def test_sizes_are_read_off_the_shapes():
+def test_tokens_and_requests_are_inferred_from_input_shapes():
     inputs = static(SPECS, 8, 4)
     assert inputs.declared.infer(values(5, 3)) == (5, 3)
     with pytest.raises(InvalidInputError, match="disagree"):
@@ -232,9 +232,7 @@ def test_sizes_are_read_off_the_shapes():
     [(4, 2, Batch(4, 2)), (3, 3, Batch(3, 3, 1)), (4, None, Batch(4))],
     ids=str,
 )
-def test_shapes_say_one_query_length_where_there_are_as_many_tokens_as_requests(
-    tokens, reqs, batch
-):
+def test_equal_token_and_request_counts_are_inferred_as_query_length_of_one(tokens, reqs, batch):
     of_requests = reqs is not None
     named = ["ids", "table"] if of_requests else ["ids"]
     inputs = static({name: SPECS[name] for name in named}, 8, 4)
@@ -242,7 +240,7 @@ def test_shapes_say_one_query_length_where_there_are_as_many_tokens_as_requests(
     assert batch_of(inputs, {name: step[name] for name in named}) == batch
 
 
-def test_inside_of_a_mapping_an_input_may_have_any_name():
+def test_nested_inputs_may_have_names_reserved_at_the_top_level():
     specs = {"stage": {"updates": SPECS["ids"], "self": SPECS["mrope"]}}
     assert sorted(static(specs, 8, 4).buffers) == ["stage.self", "stage.updates"]
     with pytest.raises(InvalidInputError, match="updates"):
@@ -258,7 +256,7 @@ def test_nested_inputs_keep_their_structure():
     assert seen["stage"]["hidden"].tolist() == [[1, 1], [1, 1], [0, 0], [0, 0]]
 
 
-def test_every_packed_input_has_a_storage_of_its_own():
+def test_each_input_view_has_its_own_storage_of_its_size():
     inputs = StaticInputs(SPECS, platform=CpuPlatform(), tokens=4, reqs=2, device="cpu")
     for view in inputs.layout(4, 2).views.values():
         assert view.storage_offset() == 0
@@ -270,13 +268,13 @@ def test_every_packed_input_has_a_storage_of_its_own():
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 300])
-def test_inputs_take_their_bytes_in_whole_vectors(tokens):
+def test_the_input_slab_is_rounded_up_to_multiples_of_256_bytes(tokens):
     slab = static(SPECS, tokens, tokens).transport.slab
     assert slab.nbytes <= slab.buffer.nbytes < slab.nbytes + 256
     assert slab.buffer.nbytes % 256 == 0
 
 
-def test_a_forward_may_view_an_input_from_its_start():
+def test_as_strided_from_offset_zero_of_an_input_reads_that_input():
     def forward(first, second):
         return second.as_strided(second.shape, (1,), 0) + first
 

@@ -92,7 +92,7 @@ def made(value: float) -> Callable[[], torch.Tensor]:
 # Threads ----------------------------------------------------------------------------------------
 
 
-def test_a_capture_that_waits_for_another_one_gets_its_own_forward():
+def test_captures_that_wait_for_another_threads_capture_record_their_own_forwards():
     graphs, slow = KeyedGraphs(GraphPool("cpu")), SlowForward()
 
     def others() -> None:
@@ -106,7 +106,7 @@ def test_a_capture_that_waits_for_another_one_gets_its_own_forward():
     assert outputs == {"one": 1, "two": 2, "three": 3, "four": 4}
 
 
-def test_three_threads_that_capture_and_drop_leave_each_key_its_own_graph():
+def test_three_threads_that_capture_and_drop_keys_get_the_right_graphs():
     graphs, start = KeyedGraphs(GraphPool("cpu")), threading.Barrier(3)
     rounds, own = 40, 5
 
@@ -129,7 +129,7 @@ def test_three_threads_that_capture_and_drop_leave_each_key_its_own_graph():
     assert graphs.pool.captures == len(keys) * rounds
 
 
-def test_one_key_from_three_threads_is_one_graph():
+def test_three_threads_capturing_the_same_key_make_a_single_graph():
     for _ in range(10):
         graphs, start = KeyedGraphs(GraphPool("cpu")), threading.Barrier(3)
 
@@ -143,7 +143,7 @@ def test_one_key_from_three_threads_is_one_graph():
         assert len(graphs) == graphs.pool.captures == 1
 
 
-def test_a_destroyed_graph_that_is_replayed_while_another_thread_captures_runs_no_other_forward():
+def test_replaying_a_dropped_graph_while_another_thread_captures_raises():
     graphs, slow = KeyedGraphs(GraphPool("cpu")), SlowForward()
     other = KeyedGraphs(GraphPool("cpu"))
     graph = other.capture("old", made(7))
@@ -161,7 +161,7 @@ def test_a_destroyed_graph_that_is_replayed_while_another_thread_captures_runs_n
     assert len(graphs) == 0
 
 
-def test_a_graph_that_dies_in_another_capture_of_the_device_is_dropped():
+def test_a_finalizer_that_drops_a_graph_during_another_capture_does_not_deadlock():
     # Its finalizer asks for what the capture of another KeyedGraphs has, in the other order.
     one, other = KeyedGraphs(GraphPool("cpu")), KeyedGraphs(GraphPool("cpu"))
 
@@ -188,7 +188,7 @@ def test_a_graph_that_dies_in_another_capture_of_the_device_is_dropped():
     assert len(one) == len(other) == 20
 
 
-def test_a_capture_inside_of_a_capture_is_refused_and_waits_for_nobody():
+def test_a_nested_keyed_capture_is_refused_without_a_deadlock():
     graphs = KeyedGraphs(GraphPool("cpu"))
     errors = in_threads(
         lambda: graphs.capture("outer", lambda: graphs.capture("inner", made(1))),
@@ -197,7 +197,7 @@ def test_a_capture_inside_of_a_capture_is_refused_and_waits_for_nobody():
     assert not in_threads(lambda: graphs.capture("outer", made(1)))
 
 
-def test_a_handle_of_a_dropped_graph_replays_no_other_one_of_its_key():
+def test_the_handle_of_a_dropped_graph_cannot_replay_its_keys_new_graph():
     graphs = KeyedGraphs(GraphPool("cpu"))
     for end in (lambda: graphs.drop("key"), graphs.clear_graphs, graphs.pool.clear_graphs):
         old = graphs.capture("key", made(1))
@@ -217,7 +217,7 @@ def entries_of(pool: GraphPool) -> int:
     return sum(len(each.entries) for each in pool.holders if isinstance(each, GraphWrapper))
 
 
-def test_an_interrupt_anywhere_in_a_capture_leaves_a_key_that_can_be_captured():
+def test_after_an_interrupted_keyed_capture_the_key_can_be_captured():
     at = 0
     while True:
         graphs, interrupt = KeyedGraphs(GraphPool("cpu")), Places(at, lines=True)
@@ -235,7 +235,7 @@ def test_an_interrupt_anywhere_in_a_capture_leaves_a_key_that_can_be_captured():
     assert at > 100
 
 
-def test_a_graph_keeps_no_forward_alive():
+def test_a_keyed_graph_does_not_keep_its_forward_alive():
     graphs, forward = KeyedGraphs(GraphPool("cpu")), SlowForward()
     forward.go_on.set()
     graphs.capture("key", forward)
@@ -247,7 +247,7 @@ def test_a_graph_keeps_no_forward_alive():
 # Hooks ------------------------------------------------------------------------------------------
 
 
-def test_a_hook_that_raises_keeps_the_graph_of_a_key_as_it_keeps_a_wrappers():
+def test_an_on_capture_hook_that_raises_leaves_the_captured_graphs_in_place():
     pool = GraphPool("cpu")
     graphs = KeyedGraphs(pool)
     wrapper, x = GraphWrapper(lambda x: x + 1, "FULL", pool=pool, options=LAZY), torch.zeros(4)
@@ -268,7 +268,7 @@ def test_a_hook_that_raises_keeps_the_graph_of_a_key_as_it_keeps_a_wrappers():
     assert pool.captures == 2 and pool.owner is None
 
 
-def test_a_hook_may_replay_capture_and_clear():
+def test_an_on_capture_hook_may_replay_capture_and_clear_graphs():
     pool = GraphPool("cpu")
     graphs = KeyedGraphs(pool)
     wrapper, x = GraphWrapper(lambda x: x + 1, "FULL", pool=pool, options=LAZY), torch.zeros(4)
@@ -304,7 +304,7 @@ def test_a_hook_may_replay_capture_and_clear():
     assert serve(4).tolist() == [1] * 4
 
 
-def test_a_hook_may_wait_for_a_thread_that_captures_a_key():
+def test_an_on_capture_hook_may_wait_for_another_threads_keyed_capture():
     graphs = KeyedGraphs(GraphPool("cpu"))
 
     def hook(wrapper: Any, descriptor: Any) -> None:
@@ -320,7 +320,7 @@ def test_a_hook_may_wait_for_a_thread_that_captures_a_key():
     ("what", "error"),
     [("raise", ZeroDivisionError), ("replay", PoolBusyError), ("clear", PoolBusyError)],
 )
-def test_a_hook_in_a_runners_capture_has_no_pool_to_use_and_takes_the_size_back(what, error):
+def test_an_on_capture_hook_that_fails_in_a_runners_capture_removes_its_graph(what, error):
     pool = GraphPool("cpu")
     graphs = KeyedGraphs(pool)
     graphs.capture("key", made(3))
@@ -358,7 +358,7 @@ def off(monkeypatch: pytest.MonkeyPatch) -> KeyedGraphs:
     return KeyedGraphs(GraphPool("cpu"))
 
 
-def test_outputs_of_a_graph_that_is_off_are_what_its_forward_returned_last(off):
+def test_with_graphs_off_outputs_are_the_last_result_of_the_forward(off):
     x = torch.zeros(4)
     graph = off.capture("key", lambda: x + 1)
     assert graph.outputs.tolist() == [1] * 4
@@ -370,7 +370,7 @@ def test_outputs_of_a_graph_that_is_off_are_what_its_forward_returned_last(off):
 
 
 @pytest.mark.parametrize("end", ["pool.clear_graphs", "pool.close", "clear_graphs", "drop"])
-def test_graphs_that_are_off_end_as_others_do(off, end):
+def test_with_graphs_off_drop_clear_and_close_end_a_keyed_graph(off, end):
     graph = off.capture("key", made(1))
     held = weakref.ref(graph.outputs)
     {
@@ -393,14 +393,14 @@ def test_graphs_that_are_off_end_as_others_do(off, end):
         assert off.capture("key", made(2)).replay().tolist() == [2] * 4
 
 
-def test_a_capture_that_is_off_and_fails_leaves_nothing(off):
+def test_with_graphs_off_a_failed_keyed_capture_leaves_no_graph(off):
     with pytest.raises(ZeroDivisionError):
         off.capture("key", lambda: 1 / 0)
     assert len(off) == 0
     assert off.capture("key", made(2)).replay().tolist() == [2] * 4
 
 
-def test_tasks_of_graphs_that_are_off_get_the_updates_of_their_replays(off):
+def test_with_graphs_off_tasks_get_the_updates_of_each_replay(off):
     got: list[int] = []
     task = UpdatableTask(
         "add",
@@ -414,6 +414,6 @@ def test_tasks_of_graphs_that_are_off_get_the_updates_of_their_replays(off):
     assert got == [9, 3, 3]
 
 
-def test_a_key_that_cannot_be_hashed_is_named():
+def test_a_graph_key_that_is_not_hashable_raises():
     with pytest.raises(InvalidBatchError, match="hashable"):
         KeyedGraphs(GraphPool("cpu")).capture([1], made(1))

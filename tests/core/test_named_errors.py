@@ -40,7 +40,7 @@ X = INPUTS["x"]
 
 
 @pytest.mark.parametrize("pad", [None, "repeat"])
-def test_an_index_says_what_its_padding_rows_read_and_write(pad):
+def test_an_index_input_without_a_padding_value_is_refused(pad):
     with pytest.raises(InvalidInputError, match="pad"):
         InputSpec(torch.int64, ("tokens",), pad=pad, index=True)
     assert InputSpec(torch.int64, ("tokens",), pad=0, index=True).pad_value == 0
@@ -67,7 +67,7 @@ def test_an_index_says_what_its_padding_rows_read_and_write(pad):
         (torch.float32, "zero"),
     ],
 )
-def test_a_padding_that_the_dtype_cannot_hold_is_refused(dtype, pad):
+def test_a_padding_value_that_the_dtype_cannot_hold_is_refused(dtype, pad):
     with pytest.raises(InvalidInputError, match="pad"):
         InputSpec(dtype, ("tokens",), pad=pad)
 
@@ -84,7 +84,7 @@ def test_a_padding_that_the_dtype_cannot_hold_is_refused(dtype, pad):
         (torch.bfloat16, 0.1, torch.tensor(0.1).bfloat16().item()),
     ],
 )
-def test_a_padding_that_the_dtype_can_hold_is_in_the_padding_rows(dtype, pad, held):
+def test_a_padding_value_that_the_dtype_can_hold_fills_the_padding_rows(dtype, pad, held):
     seen = []
     run = GraphRunner(
         lambda x: x.clone(),
@@ -118,7 +118,7 @@ def test_a_padding_that_the_dtype_can_hold_is_in_the_padding_rows(dtype, pad, he
         {"dtype": torch.float32, "index": True, "pad": 0},
     ],
 )
-def test_a_malformed_spec_is_refused_when_it_is_made(arguments):
+def test_a_malformed_input_spec_is_refused_by_its_constructor(arguments):
     with pytest.raises(InvalidInputError, match="InputSpec"):
         InputSpec(**{"dtype": torch.int64, "shape": ("tokens", 4), **arguments})
 
@@ -147,7 +147,7 @@ def test_a_malformed_spec_is_refused_when_it_is_made(arguments):
     ],
     ids=repr,
 )
-def test_malformed_inputs_are_refused(inputs):
+def test_a_runner_refuses_malformed_input_declarations(inputs):
     with pytest.raises(InvalidInputError, match="inputs="):
         runner(inputs=inputs)
 
@@ -170,13 +170,13 @@ def test_malformed_inputs_are_refused(inputs):
     ],
     ids=repr,
 )
-def test_malformed_outputs_are_refused(outputs):
+def test_a_runner_refuses_malformed_output_declarations(outputs):
     with pytest.raises(InvalidOptionError, match="outputs="):
         runner(outputs=outputs)
 
 
 @pytest.mark.parametrize("outputs", [["tokens", 4], (("tokens", 4), None), {"a": ("tokens",)}, ()])
-def test_outputs_of_other_shapes_are_taken(outputs):
+def test_lists_nested_tuples_dicts_and_empty_outputs_are_accepted(outputs):
     runner(outputs=outputs)
 
 
@@ -197,12 +197,12 @@ def test_outputs_of_other_shapes_are_taken(outputs):
     # Without addresses, which differ from one process of tests to the next.
     ids=lambda hooks: re.sub(" at 0x[0-9a-f]+", "", repr(hooks)),
 )
-def test_hooks_that_cannot_be_called_are_refused_where_they_are_given(hooks):
+def test_host_refuses_hooks_and_state_of_wrong_types(hooks):
     with pytest.raises(InvalidOptionError, match=next(iter(hooks))):
         Host(**hooks)
 
 
-def test_state_is_read_once_and_kept():
+def test_state_given_as_an_iterator_serves_two_runners():
     counter = torch.zeros(())
     host = Host(state=(each for each in [counter]))
 
@@ -217,7 +217,7 @@ def test_state_is_read_once_and_kept():
 
 
 @pytest.mark.parametrize("forward", [None, "forward", 3])
-def test_a_forward_that_cannot_be_called_is_refused(forward):
+def test_a_forward_that_is_not_callable_is_refused(forward):
     with pytest.raises(InvalidOptionError, match="forward"):
         runner(forward)
     with pytest.raises(InvalidOptionError, match="runnable"):
@@ -241,7 +241,7 @@ def run(request):
     ids=repr,
 )
 @pytest.mark.parametrize("call", ["__call__", "verify"])
-def test_what_is_no_batch_is_refused_by_position(run, call, given):
+def test_a_first_positional_argument_that_is_no_batch_is_refused(run, call, given):
     with pytest.raises(InvalidBatchError, match="Batch"):
         getattr(run, call)(given, x=rows(2))
     with pytest.raises(InvalidBatchError, match="Batch"):
@@ -264,7 +264,7 @@ def without_rows() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("kind", ["meta", "sparse", "sparse_csr", "nested", "mkldnn"])
 @pytest.mark.parametrize("batch", [None, Batch(3, 3, 1)], ids=repr)
 @pytest.mark.parametrize("sizes", [[2, 4], [2]], ids=["padded", "too large"])
-def test_tensors_without_rows_in_memory_are_refused(kind, batch, sizes):
+def test_meta_sparse_nested_and_mkldnn_inputs_are_refused(kind, batch, sizes):
     if kind == "mkldnn" and not torch.backends.mkldnn.is_available():
         pytest.skip("torch was built without it")
     run = runner(inputs={"x": X, "y": X}, forward=lambda x, y: x + y, sizes=sizes)
@@ -275,7 +275,7 @@ def test_tensors_without_rows_in_memory_are_refused(kind, batch, sizes):
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer")
-def test_a_subclass_without_memory_is_refused():
+def test_a_fake_tensor_as_an_input_is_refused():
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     run = runner()
@@ -299,7 +299,7 @@ def test_a_subclass_without_memory_is_refused():
         ([1], "no tensor"),
     ],
 )
-def test_a_batch_larger_than_the_buffers_is_checked_too(run, value, text):
+def test_wrong_inputs_of_a_batch_larger_than_the_buffers_are_refused(run, value, text):
     with pytest.raises(InvalidInputError, match=text):
         run(Batch(9, 9, 1), x=value)
 
@@ -309,7 +309,7 @@ def test_a_batch_larger_than_the_buffers_is_checked_too(run, value, text):
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_a_column_can_be_verified_for_any_number_of_rows(mode, count):
+def test_verify_works_on_an_output_that_is_a_column(mode, count):
     run = runner(lambda x: (x + 1)[:, 2], outputs=("tokens",), mode=mode, sizes=[1, 2, 4])
     run.capture()
     assert run.verify(x=rows(count)).tolist() == [2.0] * count
@@ -317,7 +317,7 @@ def test_a_column_can_be_verified_for_any_number_of_rows(mode, count):
 
 @pytest.mark.parametrize("pad", [0, "repeat"])
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_columns_of_a_larger_tensor_are_inputs(pad, count):
+def test_a_strided_column_of_a_larger_tensor_is_accepted_as_an_input(pad, count):
     specs = {"x": InputSpec(torch.float32, ("tokens",), pad=pad)}
     run = runner(inputs=specs, outputs=("tokens",), sizes=[1, 2, 4])
     run.capture()
@@ -327,7 +327,7 @@ def test_columns_of_a_larger_tensor_are_inputs(pad, count):
 
 @pytest.mark.parametrize("pad", [0, "repeat"])
 @pytest.mark.parametrize("shape", [("tokens", 0), (0, "tokens")], ids=repr)
-def test_inputs_and_outputs_may_hold_nothing(shape, pad):
+def test_inputs_and_outputs_with_a_dimension_of_zero_work(shape, pad):
     specs = {"x": InputSpec(torch.float32, shape, pad=pad)}
     run = runner(inputs=specs, outputs=shape)
     run.capture()
@@ -340,7 +340,7 @@ def test_inputs_and_outputs_may_hold_nothing(shape, pad):
 
 
 @pytest.mark.parametrize("operator", ["aten::add", "aten::sum", "aten::index", "aten::add.Tensor"])
-def test_an_operator_with_overloads_of_torchscript_alone_can_be_a_break(operator):
+def test_an_operator_with_some_torchscript_only_overloads_can_be_a_break(operator):
     run = runner(
         lambda x: (x + x)[torch.tensor([0, 1])].sum(1) * 2,
         outputs=("tokens",),
@@ -355,7 +355,7 @@ def test_an_operator_with_overloads_of_torchscript_alone_can_be_a_break(operator
     assert run.verify(x=rows(2)).tolist() == [16.0, 16.0]
 
 
-def test_an_overload_of_torchscript_alone_cannot_be_a_break():
+def test_a_torchscript_only_overload_cannot_be_a_break():
     options = GraphOptions(breaks=("aten::add.t",))
     run = runner(mode="PIECEWISE", options=options)
     with pytest.raises(InvalidOptionError, match=r"add\.t"):
@@ -379,7 +379,7 @@ class CopiesItself:
 
 @pytest.mark.parametrize("how", [pickle.dumps, copy.copy, copy.deepcopy], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("what", ["runner", "wrapper", "pool", "dispatcher", "copied by itself"])
-def test_what_holds_graphs_is_neither_copied_nor_pickled(how, what):
+def test_copying_or_pickling_a_runner_wrapper_pool_or_dispatcher_raises(how, what):
     made: dict[str, Any] = {
         "runner": runner,
         "wrapper": lambda: CPUGraphWrapper(torch.relu, "FULL"),
@@ -391,7 +391,7 @@ def test_what_holds_graphs_is_neither_copied_nor_pickled(how, what):
         how(made[what]())
 
 
-def test_a_model_with_a_wrapper_in_it_is_not_copied_by_half():
+def test_deepcopy_of_a_model_that_holds_a_wrapper_raises():
     model = torch.nn.Sequential(torch.nn.Linear(4, 4))
     model.step = CPUGraphWrapper(model[0], "FULL")
     with pytest.raises(GraphRTError):
@@ -399,17 +399,17 @@ def test_a_model_with_a_wrapper_in_it_is_not_copied_by_half():
 
 
 @pytest.mark.parametrize("device", ["no such", 1.5])
-def test_buffers_on_a_device_that_there_is_not(device):
+def test_a_runner_with_an_invalid_device_raises(device):
     with pytest.raises(InvalidOptionError, match="device"):
         runner(device=device, platform="cpu")
 
 
-def test_only_a_function_is_marked_as_an_eager_break():
+def test_eager_break_on_a_non_callable_raises():
     with pytest.raises(InvalidOptionError, match="def"):
         eager_break(3)
 
 
-def test_breaks_in_a_marked_function_are_not_disturbed():
+def test_an_operator_break_inside_an_eager_break_function_works():
     @eager_break
     def middle(x):
         return x + 1
@@ -424,7 +424,7 @@ def test_breaks_in_a_marked_function_are_not_disturbed():
 # What errors advise ------------------------------------------------------------------------------
 
 
-def test_errors_are_named_by_the_module_that_hosts_import_them_from():
+def test_error_classes_have_the_module_name_graphrt_errors():
     with pytest.raises(errors.GraphRTError) as raised:
         GraphMode.parse("FULLY")
     assert type(raised.value).__module__ == "graphrt.errors"
@@ -432,7 +432,7 @@ def test_errors_are_named_by_the_module_that_hosts_import_them_from():
 
 
 @pytest.mark.parametrize("argument", ["strict", "bind", "size"])
-def test_an_argument_in_the_wrong_place_is_told_where_those_are(argument):
+def test_an_unknown_runner_argument_raises_and_lists_plan_and_host_arguments(argument):
     with pytest.raises(errors.InvalidOptionError, match=r"no such argument[^$]*sizes[^$]*Host\("):
         GraphRunner(torch.neg, inputs={"x": InputSpec(torch.int64, ("tokens",))}, **{argument: 1})
 
@@ -441,23 +441,23 @@ def test_an_argument_in_the_wrong_place_is_told_where_those_are(argument):
     ("given", "advice"),
     [("full_decode", "FULL_DECODE_ONLY"), ("FUL", "FULL"), (3, "FULL")],
 )
-def test_the_mode_that_was_meant_is_advised(given, advice):
+def test_a_misspelled_mode_is_advised_the_nearest_mode(given, advice):
     with pytest.raises(errors.InvalidModeError) as raised:
         GraphMode.parse(given)
     assert raised.value.advice == f"mode={advice!r}"
 
 
-def test_a_query_length_is_no_name_of_an_argument():
+def test_an_invalid_query_length_is_advised_a_number():
     with pytest.raises(errors.InvalidOptionError) as raised:
         Plan(sizes=[1], query_lens=[0])
     assert raised.value.advice == "1"
 
 
-def test_a_pool_of_another_kind_is_named():
+def test_a_pool_argument_of_wrong_type_raises():
     with pytest.raises(InvalidOptionError, match="'pool'"):
         runner(pool=3)
 
 
-def test_a_forward_without_the_name_of_an_input_is_told_how_it_is_called():
+def test_a_forward_without_a_parameter_for_its_input_raises_with_the_missing_argument():
     with pytest.raises(errors.InvalidInputError, match="missing a required argument: 'y'"):
         GraphRunner(lambda y: y, sizes=[1], mode="FULL", inputs={"x": X})

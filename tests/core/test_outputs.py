@@ -59,7 +59,7 @@ def rows(count, value=1.0):
     ],
     ids=["unsqueeze_", "t_", "data", "resize_", "requires_grad_", "set_", "add_"],
 )
-def test_what_a_host_does_to_an_output_never_reaches_the_next_step(mode, outputs, edit):
+def test_an_in_place_edit_of_an_output_does_not_change_the_next_steps_output(mode, outputs, edit):
     run = runner(lambda x: x * 2, mode=mode, options=GraphOptions(outputs=outputs))
     for count in (2, 3, 9):
         for _ in range(2):
@@ -69,7 +69,7 @@ def test_what_a_host_does_to_an_output_never_reaches_the_next_step(mode, outputs
 
 
 @pytest.mark.parametrize("count", [2, 9])
-def test_a_tensor_that_the_forward_owns_keeps_its_shape_whatever_is_done_to_the_output(count):
+def test_reshaping_an_output_in_place_keeps_the_shape_of_the_forwards_own_tensor(count):
     held = torch.arange(3.0)
     run = runner(lambda x: (x + 1, held), outputs=(("tokens", WIDTH), (3,)))
     run(x=rows(count))[1].unsqueeze_(0)
@@ -78,14 +78,14 @@ def test_a_tensor_that_the_forward_owns_keeps_its_shape_whatever_is_done_to_the_
 
 @pytest.mark.parametrize("count", [2, 3, 9])
 @pytest.mark.parametrize("outputs", OUTPUTS)
-def test_an_output_that_is_an_input_is_not_the_callers_own(count, outputs):
+def test_a_forward_that_returns_its_input_does_not_hand_out_the_callers_tensor(count, outputs):
     run = runner(lambda x: x, options=GraphOptions(outputs=outputs))
     argument = rows(count)
     run(x=argument).add_(1)
     assert torch.equal(argument, rows(count))
 
 
-def test_an_input_that_an_eager_step_hands_out_outlives_the_next_step():
+def test_an_input_view_returned_by_an_eager_step_outlives_the_next_step():
     run = GraphRunner(lambda x: x[:], mode="FULL", sizes=[8], inputs=X)
     first = run(x=rows(2))
     run(x=rows(2, 5))
@@ -93,20 +93,20 @@ def test_an_input_that_an_eager_step_hands_out_outlives_the_next_step():
 
 
 @pytest.mark.parametrize("count", [2, 3, 9])
-def test_an_input_that_the_forward_edits_stays_as_the_caller_has_it(count):
+def test_a_forward_that_edits_its_input_in_place_leaves_the_callers_tensor_unchanged(count):
     run = runner(lambda x: x.add_(1))
     argument = rows(count)
     assert torch.equal(run(x=argument), rows(count, 2))
     assert torch.equal(argument, rows(count))
 
 
-def test_an_eager_step_of_more_rows_than_the_buffers_checks_its_inputs():
+def test_an_eager_step_larger_than_the_buffers_refuses_an_input_of_wrong_dtype():
     run = runner(lambda x: x + 1)
     with pytest.raises(ValueError, match="dtype"):
         run(x=torch.ones(9, WIDTH, dtype=torch.float64))
 
 
-def test_a_tensor_that_is_given_other_memory_at_every_step_is_handed_out_anew():
+def test_an_output_tensor_whose_data_is_replaced_at_every_step_has_that_steps_values():
     held = torch.zeros(3)
 
     def forward(x):
@@ -118,7 +118,7 @@ def test_a_tensor_that_is_given_other_memory_at_every_step_is_handed_out_anew():
         assert torch.equal(run(x=rows(4, value)), torch.full((3,), 4 * value))
 
 
-def test_an_output_of_the_step_before_can_be_the_next_input():
+def test_the_output_of_a_step_can_be_the_input_of_the_next_step():
     run = runner(lambda x: x * 2)
     value = rows(3)
     for step in range(4):
@@ -127,7 +127,7 @@ def test_an_output_of_the_step_before_can_be_the_next_input():
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_conjugate_is_handed_out_as_one(mode):
+def test_conjugated_and_negated_outputs_have_the_values_of_eager(mode):
     spec = {"x": InputSpec(torch.complex64, ("tokens",))}
     run = runner(lambda x: {"c": x.mul(2).conj(), "i": x.conj().imag}, mode=mode, inputs=spec)
     argument = torch.tensor([1 + 2j, 3 - 1j, 2j], dtype=torch.complex64)
@@ -138,14 +138,14 @@ def test_a_conjugate_is_handed_out_as_one(mode):
 
 
 @pytest.mark.parametrize("lazy", [torch.Tensor.conj, torch._neg_view], ids=["conj", "neg"])
-def test_what_torch_puts_off_is_handed_out_wherever_storages_can_be_marked(monkeypatch, lazy):
+def test_lazily_conjugated_or_negated_outputs_are_handed_out_with_their_values(monkeypatch, lazy):
     monkeypatch.setattr(handout, "can_mark_unreadable", True)
     output = lazy(torch.tensor([1 + 2j, 3 - 1j], dtype=torch.complex64))
     out = handout.handout_of(output, raw_storages=True)((2,), [])
     assert out.tolist() == output.tolist()
 
 
-def test_an_output_that_the_caller_holds_is_made_unreadable_once_when_outputs_expire(monkeypatch):
+def test_an_output_that_the_caller_still_holds_is_marked_unreadable_exactly_once(monkeypatch):
     marked = []
     monkeypatch.setattr(handout, "mark_unreadable", lambda storage, _: marked.append(storage))
     pool, memory = GraphPool("cpu"), torch.ones(3)
@@ -169,9 +169,7 @@ HOLDERS = {
 
 
 @pytest.mark.parametrize("held", HOLDERS)
-def test_what_somebody_still_has_of_a_step_is_marked_and_what_nobody_has_serves_the_next(
-    monkeypatch, held
-):
+def test_held_output_storages_are_marked_unreadable_and_free_ones_are_reused(monkeypatch, held):
     marked = []
     monkeypatch.setattr(handout, "mark_unreadable", lambda storage, _: marked.append(storage))
     memory, handed_out = torch.arange(4.0), []
@@ -206,7 +204,9 @@ OWNED = {
 
 
 @pytest.mark.parametrize("change", OWNED)
-def test_a_storage_that_was_given_to_somebody_does_not_serve_again(monkeypatch, change):
+def test_a_storage_that_was_shared_pickled_or_annotated_is_not_reused_for_outputs(
+    monkeypatch, change
+):
     marked = []
     monkeypatch.setattr(handout, "mark_unreadable", lambda storage, _: marked.append(storage))
     memory, handed_out = torch.zeros(4), []
@@ -221,7 +221,7 @@ def test_a_storage_that_was_given_to_somebody_does_not_serve_again(monkeypatch, 
     assert len(marked) == 5
 
 
-def test_the_end_of_a_storage_is_seen_after_its_step(monkeypatch):
+def test_a_finalizer_on_an_output_storage_runs_when_its_step_expires(monkeypatch):
     monkeypatch.setattr(handout, "mark_unreadable", lambda storage, _: None)
     ended, handed_out = [], []
     shell = handout.Shell(torch.zeros(4))
@@ -234,7 +234,7 @@ def test_the_end_of_a_storage_is_seen_after_its_step(monkeypatch):
         assert ended == [*range(step + 1)] and weak() is None
 
 
-def test_a_storage_serves_so_many_steps_at_most(monkeypatch):
+def test_an_output_storage_is_replaced_after_a_limited_number_of_steps(monkeypatch):
     marked = []
     monkeypatch.setattr(handout, "mark_unreadable", lambda storage, _: marked.append(storage))
     monkeypatch.setattr(handout, "_MOST_STEPS", 3)
@@ -247,7 +247,9 @@ def test_a_storage_serves_so_many_steps_at_most(monkeypatch):
 
 
 @pytest.mark.parametrize("keeps", [False, True])
-def test_an_output_is_an_inference_tensor_where_the_step_is(monkeypatch, keeps):
+def test_an_output_is_an_inference_tensor_exactly_when_its_step_ran_in_inference_mode(
+    monkeypatch, keeps
+):
     monkeypatch.setattr(handout, "mark_unreadable", lambda storage, _: None)
     handed_out, kept = [], None
     shell = handout.Shell(torch.arange(4.0))
@@ -262,7 +264,7 @@ def test_an_output_is_an_inference_tensor_where_the_step_is(monkeypatch, keeps):
     assert (kept is None) is not keeps
 
 
-def test_what_a_mode_keeps_of_the_first_output_is_not_what_the_next_are_made_of(monkeypatch):
+def test_a_storage_kept_by_a_dispatch_mode_is_not_reused_for_later_outputs(monkeypatch):
     marked, kept, handed_out = [], [], []
     monkeypatch.setattr(handout, "mark_unreadable", lambda storage, _: marked.append(storage))
 
@@ -281,7 +283,7 @@ def test_what_a_mode_keeps_of_the_first_output_is_not_what_the_next_are_made_of(
     assert marked or shell._cdata not in storages
 
 
-def test_a_host_that_keeps_its_outputs_leaves_at_most_one_shell_registered(monkeypatch):
+def test_keeping_fifty_outputs_leaves_at_most_one_registered_output_shell(monkeypatch):
     monkeypatch.setattr(handout, "mark_unreadable", lambda storage, _: None)
     before, handed_out, outs = len(handout._shells), [], []
     shell = handout.Shell(torch.arange(4.0))
@@ -294,7 +296,7 @@ def test_a_host_that_keeps_its_outputs_leaves_at_most_one_shell_registered(monke
 
 
 @pytest.mark.parametrize("at", range(12))
-def test_whatever_interrupts_the_first_output_the_next_is_right(monkeypatch, at):
+def test_an_interrupt_while_the_first_output_is_made_leaves_later_outputs_right(monkeypatch, at):
     marked = []
     monkeypatch.setattr(handout, "mark_unreadable", lambda storage, _: marked.append(storage))
     memory, handed_out, lines = torch.arange(4.0), [], []
@@ -327,7 +329,9 @@ def test_whatever_interrupts_the_first_output_the_next_is_right(monkeypatch, at)
 @pytest.mark.parametrize("kept", [0, 1])
 @pytest.mark.parametrize("was_held", [False, True])
 @pytest.mark.parametrize("rows", [(4, 4), (4, 2)])
-def test_of_two_outputs_of_one_step_either_is_held(monkeypatch, was_held, kept, rows):
+def test_holding_either_of_two_outputs_of_a_step_marks_its_storage(
+    monkeypatch, was_held, kept, rows
+):
     marked = []
     monkeypatch.setattr(handout, "mark_unreadable", lambda storage, _: marked.append(storage))
     memory, handed_out = torch.arange(4.0), []
@@ -345,7 +349,7 @@ def test_of_two_outputs_of_one_step_either_is_held(monkeypatch, was_held, kept, 
 
 
 @pytest.mark.parametrize("change", ["t_", "squeeze_", "zero rows", "set_", "attribute"])
-def test_what_was_done_to_an_output_is_not_seen_by_the_next_step(monkeypatch, change):
+def test_the_next_output_has_no_shape_or_attribute_change_of_the_last_output(monkeypatch, change):
     monkeypatch.setattr(handout, "mark_unreadable", lambda storage, _: pytest.fail("was held"))
     memory, handed_out = torch.ones(1, 4), []
     shell = handout.Shell(memory)
@@ -392,7 +396,7 @@ TOUCHES = {
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("outputs", ["pool", "static"])
 @pytest.mark.parametrize("touch", list(TOUCHES.values()), ids=list(TOUCHES))
-def test_an_output_of_an_earlier_step_raises_when_it_is_touched(mode, outputs, touch):
+def test_reading_or_writing_an_output_of_an_earlier_step_raises(mode, outputs, touch):
     run, old = stale(outputs, mode=mode)
     early_view = old[:1]
     new = run(x=rows(3, 5))["y"]
@@ -404,7 +408,7 @@ def test_an_output_of_an_earlier_step_raises_when_it_is_touched(mode, outputs, t
 
 @marks
 @pytest.mark.parametrize("count", [1, 3, 8, 9])
-def test_every_kind_of_step_takes_the_memory_of_the_one_before(count):
+def test_any_next_step_replayed_or_eager_makes_the_previous_output_unreadable(count):
     run, old = stale()
     run(x=rows(count))
     with pytest.raises(RuntimeError, match=OverwrittenOutputError.__name__):
@@ -412,7 +416,7 @@ def test_every_kind_of_step_takes_the_memory_of_the_one_before(count):
 
 
 @marks
-def test_a_stale_output_as_an_input_is_a_named_error():
+def test_passing_an_overwritten_output_as_an_input_raises_and_names_the_input():
     run, old = stale()
     run(x=rows(3))
     with pytest.raises(OverwrittenOutputError, match="'x'"):
@@ -421,7 +425,7 @@ def test_a_stale_output_as_an_input_is_a_named_error():
 
 
 @marks
-def test_another_runner_of_the_pool_takes_the_memory_too():
+def test_a_step_of_another_runner_of_the_pool_makes_outputs_unreadable():
     pool = GraphPool("cpu")
     options = GraphOptions(check="off")
     target = runner(lambda x: x * 2, pool=pool, options=options)
@@ -442,7 +446,7 @@ def test_another_runner_of_the_pool_takes_the_memory_too():
     ],
     ids=["release", "close", "recapture"],
 )
-def test_an_output_is_not_readable_when_its_graph_is_gone(end):
+def test_releasing_closing_or_recapturing_a_runner_makes_its_last_output_unreadable(end):
     run, old = stale()
     end(run)
     with pytest.raises(RuntimeError, match=OverwrittenOutputError.__name__):
@@ -450,7 +454,7 @@ def test_an_output_is_not_readable_when_its_graph_is_gone(end):
 
 
 @marks
-def test_an_output_does_not_outlive_a_runner_that_nobody_holds():
+def test_an_output_becomes_unreadable_when_its_runner_is_garbage_collected():
     run, old = stale()
     del run
     gc.collect()
@@ -461,7 +465,7 @@ def test_an_output_does_not_outlive_a_runner_that_nobody_holds():
 @copies
 @pytest.mark.parametrize("outputs", OUTPUTS)
 @pytest.mark.parametrize("mode", MODES)
-def test_where_torch_cannot_mark_a_storage_outputs_are_copies(mode, outputs):
+def test_outputs_are_copies_if_torch_cannot_mark_storages_unreadable(mode, outputs):
     run, old = stale(outputs, mode=mode)
     for count in (1, 3, 8, 9):
         run(x=rows(count, 7))
@@ -470,13 +474,13 @@ def test_where_torch_cannot_mark_a_storage_outputs_are_copies(mode, outputs):
     assert torch.equal(old, rows(3, 2))
 
 
-def test_clones_stay_readable():
+def test_cloned_outputs_stay_readable_after_the_next_step():
     run, old = stale("clone")
     run(x=rows(3, 5))
     assert torch.equal(old, rows(3, 2))
 
 
-def test_nothing_is_kept_of_steps_that_are_over():
+def test_the_pool_keeps_no_outputs_of_a_hundred_past_steps():
     run = runner(lambda x: {"y": x * 2, "z": [x + 1]})
     for _ in range(100):
         run(x=rows(3))
@@ -510,7 +514,9 @@ def last_rows(x, last):
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("sizes", [[4], [8], [4, 8], [2, 4, 8]])
-def test_undeclared_axes_are_found_by_comparing_sizes(forward, live, sizes):
+def test_undeclared_batch_axes_of_outputs_are_found_by_comparing_captured_sizes(
+    forward, live, sizes
+):
     run = runner(forward, inputs=XS, sizes=sizes, max_num_reqs=4)
     x, last = torch.rand(3, WIDTH), torch.tensor([0, 2])
     out = run(x=x, last=last)
@@ -519,7 +525,7 @@ def test_undeclared_axes_are_found_by_comparing_sizes(forward, live, sizes):
 
 
 @pytest.mark.parametrize("sizes", [[8], [4, 8]])
-def test_a_forgotten_key_of_a_mapping_is_cut_too(sizes):
+def test_an_output_key_without_declared_axes_is_cut_to_the_live_rows(sizes):
     run = runner(
         lambda x: {"y": x * 2, "hidden": x.t()}, outputs={"y": ("tokens", WIDTH)}, sizes=sizes
     )
@@ -546,14 +552,14 @@ def test_a_forgotten_key_of_a_mapping_is_cut_too(sizes):
         "too few", "twice the tokens", "squeezed", "as many tensors as tokens",
     ],
 )  # fmt: skip
-def test_outputs_without_the_axes_they_should_have_are_refused_at_capture(forward, outputs):
+def test_outputs_that_lack_their_declared_axes_are_refused_at_capture(forward, outputs):
     run = GraphRunner(forward, mode="FULL", sizes=[2, 4, 8], inputs=X, outputs=outputs)
     with pytest.raises(OutputError):
         run.capture()
     run(x=rows(9))  # it serves eagerly, and what was captured before serves too
 
 
-def test_a_transposed_square_is_told_apart_by_another_size():
+def test_a_transposed_output_is_refused_though_the_captured_size_makes_it_square():
     run = GraphRunner(
         lambda x: x.t(), mode="FULL", sizes=[WIDTH], inputs=X, outputs=("tokens", WIDTH)
     )
@@ -561,13 +567,13 @@ def test_a_transposed_square_is_told_apart_by_another_size():
         run.capture()
 
 
-def test_a_size_of_none_is_not_looked_at():
+def test_an_output_axis_declared_as_none_may_have_any_size():
     by_design = Host(mixes_rows=True)
     run = runner(lambda x: x.repeat(1, len(x)), outputs=("tokens", None), host=by_design)
     assert run(x=rows(3)).shape == (3, 4 * WIDTH)
 
 
-def test_axes_that_cannot_be_compared_must_be_declared():
+def test_a_forward_that_runs_at_only_one_size_needs_declared_output_axes():
     def forward(x):
         if len(x) not in (4, 9):
             raise RuntimeError("this forward has one size")
@@ -583,7 +589,7 @@ def test_axes_that_cannot_be_compared_must_be_declared():
 @pytest.mark.parametrize(
     ("mode", "sizes"), [("FULL", [1]), ("FULL_DECODE_ONLY", [1]), ("FULL_DECODE_ONLY", [1, 2])]
 )
-def test_a_forward_is_never_asked_for_no_tokens(mode, sizes):
+def test_finding_output_axes_never_calls_the_forward_with_zero_tokens(mode, sizes):
     asked = []
     run = runner(lambda x: asked.append(len(x)) or x.sum(1), mode=mode, sizes=sizes)
     assert torch.equal(run(x=rows(1)), torch.full((1,), float(WIDTH)))
@@ -591,7 +597,7 @@ def test_a_forward_is_never_asked_for_no_tokens(mode, sizes):
     assert min(asked) == 1
 
 
-def test_lazy_captures_find_axes_when_they_capture():
+def test_a_lazy_capture_finds_undeclared_output_axes():
     run = GraphRunner(
         lambda x: x.t() * 2, mode="FULL", sizes=[4, 8], inputs=X, options=GraphOptions(lazy=True)
     )
@@ -600,7 +606,7 @@ def test_lazy_captures_find_axes_when_they_capture():
         assert run.last_dispatch.reason.name == "HIT"
 
 
-def test_the_graphs_before_one_that_failed_serve():
+def test_graphs_captured_before_a_failed_size_serve_smaller_batches():
     def forward(x):
         if len(x) == 4:
             raise ValueError("no four")
@@ -629,13 +635,13 @@ def test_the_graphs_before_one_that_failed_serve():
 )
 @pytest.mark.parametrize("sizes", [[8], [4], [4, 8]])
 @pytest.mark.parametrize("lazy", [False, True])
-def test_what_grows_with_the_batch_in_another_way_is_refused_at_any_sizes(forward, sizes, lazy):
+def test_outputs_that_grow_with_the_batch_along_no_batch_axis_are_refused(forward, sizes, lazy):
     run = GraphRunner(forward, mode="FULL", sizes=sizes, inputs=X, options=GraphOptions(lazy=lazy))
     with pytest.raises(OutputError):
         run(x=rows(3)) if lazy else run.capture()
 
 
-def test_values_that_do_not_depend_on_the_batch_are_returned():
+def test_numbers_strings_and_none_in_the_output_are_returned_by_replays():
     run = runner(lambda x: (x, 3, "three", None, float("nan")), sizes=[8])
     assert repr(run(x=rows(3))[1:]) == "(3, 'three', None, nan)"
     assert run.last_dispatch.reason.name == "HIT"
@@ -678,7 +684,7 @@ Pair = collections.namedtuple("Pair", ["first", "second"])
         lambda x: {"a": x, "n": 3},
     ],
 )
-def test_known_containers_come_back_as_they_are(make):
+def test_known_output_containers_keep_their_type_and_values_in_replays(make):
     run = runner(make)
     for count in (2, 3, 9):
         argument = torch.rand(count, WIDTH)
@@ -715,13 +721,13 @@ def _plain(value):
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*nested")
-def test_containers_that_are_not_known_are_refused_by_name(make):
+def test_outputs_in_unknown_containers_are_refused_at_capture(make):
     run = GraphRunner(make, mode="FULL", sizes=[2, 4], inputs=X)
     with pytest.raises(OutputError):
         run.capture()
 
 
-def test_what_is_not_dense_is_not_returned_by_a_forward_or_an_eager_part():
+def test_a_forward_or_eager_part_that_returns_a_sparse_tensor_is_refused():
     weight = torch.eye(WIDTH).to_sparse()
 
     @eager_break
@@ -745,7 +751,7 @@ class Labelled(torch.Tensor):
 
 
 @pytest.mark.parametrize("options", [{}, {"outputs": "clone"}], ids=repr)
-def test_a_subclass_that_a_weight_makes_of_results_is_refused_as_replays_return_plain_tensors(
+def test_an_output_of_a_tensor_subclass_is_refused_at_capture(
     options,
 ):
     weight = torch.nn.Parameter(torch.ones(4, 4).as_subclass(Labelled), requires_grad=False)

@@ -59,7 +59,7 @@ def runner(plan: Plan | None = None, **arguments: Any) -> GraphRunner:
     return GraphRunner(lambda x: x + 1, plan, inputs=INPUTS, outputs=("tokens", 4), **arguments)
 
 
-def test_a_plan_says_what_a_runner_with_its_arguments_captures() -> None:
+def test_a_plan_lists_the_graphs_that_a_runner_with_its_arguments_captures() -> None:
     arguments: PlanArguments = {"mode": "FULL_AND_PIECEWISE", "sizes": [1, 2, 4], "max_num_reqs": 4}
     planned = Plan(**arguments, platform="cpu")
     with runner(planned) as first, runner(platform="cpu", **arguments) as second:
@@ -70,17 +70,17 @@ def test_a_plan_says_what_a_runner_with_its_arguments_captures() -> None:
         assert tuple(captured) == planned.keys
 
 
-def test_the_keywords_of_a_plan_are_those_that_a_runner_takes() -> None:
+def test_a_plan_and_a_runner_take_the_same_plan_keywords() -> None:
     assert set(Plan(sizes=[1], platform="cpu").arguments) == set(PlanArguments.__annotations__)
     assert len(inspect.signature(GraphRunner).parameters) <= 10
 
 
-def test_arguments_beside_a_plan_are_refused() -> None:
+def test_a_runner_refuses_plan_arguments_beside_a_plan() -> None:
     with pytest.raises(InvalidOptionError, match="sizes"):
         runner(Plan(sizes=[1], platform="cpu"), sizes=[2])
 
 
-def test_arguments_that_no_plan_has_say_where_they_belong() -> None:
+def test_an_argument_that_a_plan_lacks_raises_and_says_where_it_belongs() -> None:
     with pytest.raises(InvalidOptionError, match=r"host=Host"):
         runner(sizes=[1], bind=print)
     with pytest.raises(InvalidOptionError, match="no such argument"):
@@ -96,7 +96,9 @@ def test_arguments_that_no_plan_has_say_where_they_belong() -> None:
         ({"sizes": [1], "compiled": [print]}, InvalidOptionError),
     ],
 )
-def test_what_cannot_be_planned_is_named(arguments: Any, error: type[Exception]) -> None:
+def test_a_plan_with_invalid_or_missing_arguments_raises(
+    arguments: Any, error: type[Exception]
+) -> None:
     with pytest.raises(error):
         Plan(**arguments, platform="cpu")
 
@@ -127,7 +129,7 @@ def test_strict_refuses_a_mode_that_steps_down() -> None:
         )
 
 
-def test_a_plan_does_not_change_with_what_it_was_made_from() -> None:
+def test_editing_the_arguments_of_a_plan_afterwards_does_not_change_the_plan() -> None:
     attention, lens = {"flash": AttentionSupport.ALWAYS}, [1]
     planned = Plan("FULL", sizes=[1, 4], attention=attention, query_lens=lens, platform="cpu")
     before = planned.as_dict()
@@ -140,14 +142,16 @@ def test_a_plan_does_not_change_with_what_it_was_made_from() -> None:
 @pytest.mark.parametrize(
     ("name", "values"), [("loras", (0, 1)), ("variants", ("a", "b")), ("query_lens", (1, 4))]
 )
-def test_what_can_be_read_only_once_is_read_once(name: str, values: Any) -> None:
+def test_a_plan_accepts_iterators_for_loras_variants_and_query_lengths(
+    name: str, values: Any
+) -> None:
     once = Plan("FULL", sizes=[4, 8], platform="cpu", **{name: iter(values)})
     again = Plan("FULL", sizes=[4, 8], platform="cpu", **{name: values})
     assert once.keys == again.keys and once.replace().keys == again.keys
 
 
 @pytest.mark.parametrize("name", ["loras", "variants", "bounds"])
-def test_no_cases_at_all_are_refused(name: str) -> None:
+def test_an_empty_list_of_loras_variants_or_bounds_is_refused(name: str) -> None:
     with pytest.raises(InvalidOptionError, match=name):
         Plan(sizes=[1], platform="cpu", **{name: []})
 
@@ -155,12 +159,12 @@ def test_no_cases_at_all_are_refused(name: str) -> None:
 @pytest.mark.parametrize(
     "wrong", [{"plan": "FULL"}, {"options": {"outputs": "clone"}}, {"host": {"bind": print}}]
 )
-def test_objects_of_another_type_are_named(wrong: Any) -> None:
+def test_a_runner_refuses_a_plan_options_or_host_of_wrong_type(wrong: Any) -> None:
     with pytest.raises(InvalidOptionError, match="wrong type"):
         runner(**wrong)
 
 
-def test_a_loaded_budget_knows_what_other_sizes_take(tmp_path: Path) -> None:
+def test_a_loaded_budget_keeps_the_costs_of_sizes_outside_its_plan(tmp_path: Path) -> None:
     cost = {GraphMode.FULL: GraphCost(device_bytes=10), GraphMode.PIECEWISE: GraphCost(3, 3, 30)}
     saved = Plan(sizes=[1, 2, 4, 8], budget=Budget(device_bytes=60, cost=cost), platform="cpu")
     saved.save(tmp_path / "plan.json")
@@ -172,7 +176,9 @@ def test_a_loaded_budget_knows_what_other_sizes_take(tmp_path: Path) -> None:
 # Off ---------------------------------------------------------------------------------------------
 
 
-def test_graphs_can_be_turned_off_for_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphrt_mode_none_in_the_environment_turns_graphs_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("GRAPHRT_MODE", "none")
     with runner(mode="FULL", sizes=[4], options=GraphOptions(strict=True)) as off:
         off.capture()
@@ -181,7 +187,9 @@ def test_graphs_can_be_turned_off_for_the_process(monkeypatch: pytest.MonkeyPatc
         assert torch.equal(off(x=torch.ones(3, 4)), torch.full((3, 4), 2.0))
 
 
-def test_a_plan_that_is_older_than_the_switch_is_off_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphrt_mode_none_also_turns_off_a_plan_made_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     planned = Plan("FULL", sizes=[4], platform="cpu")
     monkeypatch.setenv("GRAPHRT_MODE", "NONE")
     with pytest.warns(PlanChangedWarning, match="NONE"):
@@ -191,7 +199,7 @@ def test_a_plan_that_is_older_than_the_switch_is_off_too(monkeypatch: pytest.Mon
     off.close()
 
 
-def test_hosts_with_wrappers_of_their_own_are_switched_off_too(
+def test_graphrt_mode_none_also_turns_off_a_hosts_own_dispatcher_and_wrappers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("GRAPHRT_MODE", "NONE")
@@ -204,7 +212,9 @@ def test_hosts_with_wrappers_of_their_own_are_switched_off_too(
     assert calls == [1] and not wrapper.entries
 
 
-def test_only_off_can_be_said_for_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphrt_mode_with_a_value_other_than_none_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("GRAPHRT_MODE", "FULL")
     with pytest.raises(InvalidModeError, match="GRAPHRT_MODE"):
         Plan(sizes=[1], platform="cpu")
@@ -231,7 +241,7 @@ VARIANTS = st.recursive(
     limit=st.none() | st.integers(0, 40),
     traffic=st.none() | st.dictionaries(st.integers(1, 40), st.floats(0.1, 1), min_size=1),
 )
-def test_a_loaded_plan_is_the_saved_one(
+def test_a_loaded_plan_equals_the_saved_plan(
     tmp_path_factory: pytest.TempPathFactory, limit: int | None, reqs: int, **arguments: Any
 ) -> None:
     if limit is not None:
@@ -248,7 +258,9 @@ def test_a_loaded_plan_is_the_saved_one(
     assert str(loaded) == str(saved)
 
 
-def test_a_plan_for_another_device_is_resolved_again_and_says_what_changed(tmp_path: Path) -> None:
+def test_loading_a_plan_for_another_platform_resolves_it_anew_with_a_warning(
+    tmp_path: Path,
+) -> None:
     saved = Plan("FULL", max_num_reqs=64, platform="cpu")
     saved.save(tmp_path / "plan.json")
     with pytest.warns(
@@ -270,7 +282,7 @@ def test_a_plan_for_another_device_is_resolved_again_and_says_what_changed(tmp_p
         lambda text: "{}",
     ],
 )
-def test_a_damaged_file_is_no_plan(tmp_path: Path, damage: Any) -> None:
+def test_loading_a_damaged_plan_file_raises_plan_file_error(tmp_path: Path, damage: Any) -> None:
     path = tmp_path / "plan.json"
     Plan("FULL", max_num_reqs=8, platform="cpu").save(path)
     whole = path.read_text()
@@ -280,7 +292,7 @@ def test_a_damaged_file_is_no_plan(tmp_path: Path, damage: Any) -> None:
         Plan.load(path)
 
 
-def test_an_edited_file_is_another_plan_with_the_lines_that_differ(tmp_path: Path) -> None:
+def test_loading_an_edited_plan_warns_with_the_lines_that_differ(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     Plan("FULL", max_num_reqs=8, platform="cpu").save(path)
     path.write_text(path.read_text().replace('"max_num_reqs": 8', '"max_num_reqs": 9'))
@@ -297,7 +309,7 @@ def test_an_edited_file_is_another_plan_with_the_lines_that_differ(tmp_path: Pat
         ("variants", '"None"', "\"'a'\""),
     ],
 )
-def test_an_argument_that_somebody_edits_is_told_though_no_line_shows_it(
+def test_an_edited_argument_that_changes_no_printed_line_gives_a_warning(
     tmp_path: Path, name: str, was: str, now: str
 ) -> None:
     path = tmp_path / "plan.json"
@@ -309,21 +321,21 @@ def test_an_argument_that_somebody_edits_is_told_though_no_line_shows_it(
         Plan.load(path, platform="cpu")
 
 
-def test_files_that_are_not_there(tmp_path: Path) -> None:
+def test_a_missing_plan_file_or_folder_raises_plan_file_error(tmp_path: Path) -> None:
     with pytest.raises(PlanFileError, match="missing"):
         Plan.load(tmp_path / "missing.json")
     with pytest.raises(PlanFileError, match="cannot be written"):
         Plan(sizes=[1], platform="cpu").save(tmp_path / "missing" / "plan.json")
 
 
-def test_a_variant_that_json_has_not_is_refused_when_it_is_saved(tmp_path: Path) -> None:
+def test_saving_a_plan_whose_variant_json_cannot_hold_is_refused(tmp_path: Path) -> None:
     planned = Plan(sizes=[1], variants=[object()], platform="cpu")
     with pytest.raises(InvalidOptionError, match="variant"):
         planned.save(tmp_path / "plan.json")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_mode_that_steps_down_is_one_line_in_the_log(caplog):
+def test_a_mode_that_steps_down_logs_a_single_warning(caplog):
     with caplog.at_level("WARNING", logger="graphrt"):
         Plan("FULL", max_num_tokens=8, platform="cpu")
         assert caplog.records == []
@@ -332,7 +344,7 @@ def test_a_mode_that_steps_down_is_one_line_in_the_log(caplog):
     assert "FULL runs as PIECEWISE" in record.message and "NEVER" in record.message
 
 
-def test_sizes_of_a_plan_are_those_of_its_mode():
+def test_a_printed_plan_shows_only_the_sizes_of_its_mode():
     assert "decode" not in str(Plan(mode="FULL", sizes=[1, 2]))
     assert "any batch    2: 1 2" in str(Plan(mode="FULL", sizes=[1, 2]))
     assert "decode, query length 1" in str(Plan(mode="FULL_DECODE_ONLY", sizes=[1, 2]))
@@ -347,7 +359,7 @@ class Compiled:
     graphs, provides, whole_graph = True, None, False
 
 
-def test_a_plan_fits_the_platform_and_the_modules_that_it_was_made_for() -> None:
+def test_fitted_to_returns_the_same_plan_only_for_its_platform_and_modules() -> None:
     first, second = Compiled(), Compiled()
     plan = Plan("FULL", sizes=[2], platform="cpu", compiled=[first, second])
     assert plan.fitted_to(plan.platform, [first, second]) is plan
@@ -362,7 +374,9 @@ def test_a_plan_fits_the_platform_and_the_modules_that_it_was_made_for() -> None
 @pytest.mark.parametrize("made", [None, "NONE"])
 @pytest.mark.parametrize("fitted", [None, "NONE"])
 @pytest.mark.parametrize("mode", ["FULL", "NONE"])
-def test_a_plan_fits_until_graphs_are_switched(monkeypatch, made, fitted, mode) -> None:
+def test_fitted_to_returns_the_same_plan_until_graphrt_mode_changes(
+    monkeypatch, made, fitted, mode
+) -> None:
     def switch(value: str | None) -> None:
         if value is None:
             monkeypatch.delenv("GRAPHRT_MODE", raising=False)

@@ -75,7 +75,9 @@ WRONG: dict[str, list[Any]] = {
 @pytest.mark.parametrize(
     ("name", "value"), [(name, value) for name, values in WRONG.items() for value in values]
 )
-def test_a_wrong_argument_is_a_named_error_of_plan_and_runner(name: str, value: Any) -> None:
+def test_a_plan_or_runner_argument_of_wrong_value_raises_a_named_error(
+    name: str, value: Any
+) -> None:
     named = (InvalidOptionError, InvalidOptionError, InvalidModeError, InvalidBatchError)
     with pytest.raises(named) as caught:
         plan(**{name: value})
@@ -103,7 +105,7 @@ def test_a_wrong_argument_is_a_named_error_of_plan_and_runner(name: str, value: 
         ("max_num_reqs", 2),
     ],
 )
-def test_integers_of_numpy_and_tensors_are_ints(
+def test_numpy_and_tensor_integers_are_accepted_as_plan_arguments(
     name: str, values: Any, integer: Any, tmp_path: Path
 ) -> None:
     def odd(value: Any) -> Any:
@@ -116,12 +118,12 @@ def test_integers_of_numpy_and_tensors_are_ints(
 
 
 @pytest.mark.parametrize("array", [numpy.array, torch.tensor])
-def test_sizes_may_be_an_array(array: Any) -> None:
+def test_sizes_may_be_a_numpy_array_or_tensor(array: Any) -> None:
     assert plan(sizes=array([1, 2, 8])).keys == plan(sizes=[1, 2, 8]).keys
 
 
 @pytest.mark.parametrize("level", ["UNIFORM_BATCH", "uniform_batch ", 2])
-def test_attention_is_a_level_or_its_name(level: Any) -> None:
+def test_attention_may_be_given_as_level_name_or_number(level: Any) -> None:
     wanted = plan(attention=AttentionSupport.UNIFORM_BATCH)
     assert plan(attention=level).as_dict() == wanted.as_dict()
     named = plan(attention={"flash": level})
@@ -149,7 +151,7 @@ def test_attention_is_a_level_or_its_name(level: Any) -> None:
     ],
     ids=lambda arguments: re.sub(" at 0x[0-9a-f]+", "", str(arguments)),
 )
-def test_a_wrong_budget_is_a_named_error(arguments: Any) -> None:
+def test_a_budget_with_a_wrong_argument_is_refused(arguments: Any) -> None:
     with pytest.raises((InvalidOptionError, InvalidModeError)):
         plan(budget=Budget(**arguments))
 
@@ -159,12 +161,12 @@ def test_a_wrong_budget_is_a_named_error(arguments: Any) -> None:
     [{"streams": "x"}, {"streams": -1}, {"capture_s": float("nan")}, {"graphs": None}],
     ids=str,
 )
-def test_a_wrong_cost_is_a_named_error(arguments: Any) -> None:
+def test_a_graph_cost_with_a_wrong_argument_is_refused(arguments: Any) -> None:
     with pytest.raises(InvalidOptionError, match=f"cost of {next(iter(arguments))}"):
         GraphCost(**arguments)
 
 
-def test_numbers_of_numpy_and_names_of_modes_are_taken(tmp_path: Path) -> None:
+def test_a_budget_accepts_numpy_numbers_and_mode_names(tmp_path: Path) -> None:
     odd = Budget(
         streams=numpy.int64(9),
         capture_s=numpy.float32(2),
@@ -190,7 +192,7 @@ def strict(planned: Plan) -> GraphRunner:
     )
 
 
-def test_strict_refuses_a_budget_that_leaves_sizes_out_though_the_mode_is_kept() -> None:
+def test_strict_refuses_a_budget_that_drops_sizes_but_keeps_the_mode() -> None:
     planned = plan("FULL", budget=Budget(graphs=3))
     assert planned.mode is FULL
     with pytest.raises(ResourceExhaustedError, match=r"3 of 4 graphs[\s\S]*FULL \["):
@@ -198,7 +200,7 @@ def test_strict_refuses_a_budget_that_leaves_sizes_out_though_the_mode_is_kept()
     assert len(strict(plan("FULL", budget=Budget(graphs=4))).plan.keys) == 4
 
 
-def test_strict_names_the_mode_where_that_changes_too() -> None:
+def test_strict_names_the_mode_if_the_budget_drops_all_graphs() -> None:
     with pytest.raises(InvalidModeError, match="budget"):
         strict(plan("FULL", budget=Budget(graphs=0)))
 
@@ -206,16 +208,16 @@ def test_strict_names_the_mode_where_that_changes_too() -> None:
 # Sizes that nothing reaches, and none at all -----------------------------------------------------
 
 
-def test_sizes_above_the_largest_batch_are_captured_as_asked() -> None:
+def test_explicit_sizes_above_max_num_tokens_are_kept_in_the_plan() -> None:
     assert plan("FULL", sizes=[1, 64, 128], max_num_tokens=32).sizes.mixed == (1, 64, 128)
 
 
-def test_decode_requests_that_no_batch_holds_are_refused() -> None:
+def test_a_query_length_above_max_num_tokens_is_refused() -> None:
     with pytest.raises(InvalidOptionError, match="query length 8, max_num_tokens=4"):
         plan("FULL_DECODE_ONLY", max_num_tokens=4, query_lens=(1, 8))
 
 
-def test_a_plan_of_decode_graphs_only_that_has_none_is_refused() -> None:
+def test_a_decode_only_plan_without_any_fitting_graph_is_refused() -> None:
     arguments = {"max_num_tokens": 2048, "max_num_reqs": 4, "query_lens": (600,)}
     with pytest.raises(InvalidOptionError, match="none fits") as caught:
         plan("FULL_DECODE_ONLY", **arguments)
@@ -255,13 +257,13 @@ def slow_by_worth(sizes: list[int], traffic: dict[int, float] | None) -> tuple[i
     st.lists(st.integers(1, 600), min_size=1, max_size=24, unique=True),
     st.none() | st.dictionaries(st.integers(1, 600), st.integers(1, 8), min_size=1, max_size=9),
 )
-def test_the_order_by_worth_is_the_definition(
+def test_by_worth_orders_sizes_as_a_brute_force_definition_does(
     sizes: list[int], traffic: dict[int, float] | None
 ) -> None:
     assert by_worth(sizes, traffic) == slow_by_worth(sizes, traffic)
 
 
-def test_a_plan_of_many_sizes_takes_no_time_that_is_quadratic_in_them() -> None:
+def test_planning_many_thousands_of_sizes_takes_less_than_quadratic_time() -> None:
     started = time.process_time()
     subject = plan(
         max_num_tokens=10**6, max_num_reqs=99, max_size=300_000, budget=Budget(graphs=500)
@@ -271,7 +273,7 @@ def test_a_plan_of_many_sizes_takes_no_time_that_is_quadratic_in_them() -> None:
     assert time.process_time() - started < 20
 
 
-def test_more_sizes_than_anybody_captures_are_refused() -> None:
+def test_an_absurd_number_of_sizes_is_refused() -> None:
     with pytest.raises(InvalidOptionError, match="mistake"):
         plan(max_num_tokens=10**12, max_size=10**12)
     with pytest.raises(InvalidOptionError, match="no more than"):
@@ -333,14 +335,14 @@ def load(tmp_path: Path, content: Any) -> None:
             Plan.load(path, platform="cpu")
 
 
-def test_a_file_of_that_content_is_a_plan(tmp_path: Path) -> None:
+def test_an_unedited_plan_file_loads_without_a_warning(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", PlanChangedWarning)
         assert Plan.load(forged(tmp_path, file_content()), platform="cpu").keys
 
 
 @pytest.mark.parametrize("path", [path for path in places(file_content()) if path], ids=str)
-def test_a_file_that_somebody_edited_is_a_plan_or_a_named_error(
+def test_loading_any_edited_plan_file_works_or_raises_a_plan_file_error(
     path: tuple[Any, ...], tmp_path: Path
 ) -> None:
     for value in (*REPLACEMENTS, ...):
@@ -355,7 +357,7 @@ def test_a_file_that_somebody_edited_is_a_plan_or_a_named_error(
         load(tmp_path, content)
 
 
-def test_a_file_with_something_more_is_no_plan(tmp_path: Path) -> None:
+def test_a_plan_file_with_an_unknown_argument_is_refused(tmp_path: Path) -> None:
     content = file_content()
     content["arguments"]["foo"] = 1
     with pytest.raises(PlanFileError, match="foo"):
@@ -365,7 +367,9 @@ def test_a_file_with_something_more_is_no_plan(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content", [b"\xff\xfe", b"[" * 100_000, b"", b"null", b'{"graphrt_plan": 4}', b"\x00"]
 )
-def test_what_is_no_plan_at_all_is_a_named_error(content: bytes, tmp_path: Path) -> None:
+def test_a_file_that_is_no_saved_plan_raises_a_plan_file_error(
+    content: bytes, tmp_path: Path
+) -> None:
     path = tmp_path / "plan.json"
     path.write_bytes(content)
     with pytest.raises(PlanFileError):
@@ -373,7 +377,7 @@ def test_what_is_no_plan_at_all_is_a_named_error(content: bytes, tmp_path: Path)
 
 
 @pytest.mark.parametrize("path", [None, 5, "", ".", b"plan.json"])
-def test_what_is_no_path_is_a_named_error(path: Any) -> None:
+def test_loading_or_saving_a_plan_with_an_invalid_path_raises(path: Any) -> None:
     with pytest.raises(GraphRTError):
         Plan.load(path, platform="cpu")
     with pytest.raises(PlanFileError):
@@ -396,7 +400,9 @@ def eager_notes(subject: Plan) -> list[str]:
     st.none() | st.integers(1, 64),
     st.sampled_from(["FULL_DECODE_ONLY", "FULL_AND_PIECEWISE", "FULL"]),
 )
-def test_a_note_of_eager_decode_is_true(reqs, tokens, query_lens, own, max_size, mode):
+def test_the_plans_notes_of_eager_decode_batches_match_the_dispatcher(
+    reqs, tokens, query_lens, own, max_size, mode
+):
     arguments = {
         "max_num_reqs": reqs,
         "max_num_tokens": max(tokens, *query_lens),
@@ -425,7 +431,7 @@ def test_a_note_of_eager_decode_is_true(reqs, tokens, query_lens, own, max_size,
             assert f"of {eager[0]} to {eager[-1]} tokens" in notes[q]
 
 
-def test_a_note_of_one_query_length_is_not_silenced_by_the_graphs_of_another():
+def test_decode_batches_of_an_uncovered_query_length_get_an_eager_note():
     subject = plan(
         "FULL_DECODE_ONLY", max_num_reqs=200, max_num_tokens=8192, query_lens=(1, 4), max_size=256
     )

@@ -102,19 +102,19 @@ def registry(*results: object, built_ins: dict[str, str] | None = None) -> Platf
 
 
 @pytest.mark.usefixtures("built_ins")
-def test_first_available_built_in_is_current() -> None:
+def test_the_first_available_built_in_platform_is_the_current_platform() -> None:
     assert registry(built_ins=table("npu", "gpu", "cpu")).current().name == "gpu"
     assert registry(built_ins=table("npu", "cpu")).current().name == "cpu"
 
 
 @pytest.mark.usefixtures("built_ins")
-def test_out_of_tree_goes_first_if_available() -> None:
+def test_an_available_out_of_tree_platform_goes_before_built_ins() -> None:
     mine, off = StubPlatform("mine"), StubPlatform("off", available=False)
     assert registry(mine, off, built_ins=table("gpu", "cpu")).current() is mine
     assert registry(off, built_ins=table("gpu", "cpu")).current().name == "gpu"
 
 
-def test_a_stand_in_is_taken_by_name_only_and_started_then(
+def test_a_platform_by_name_only_is_never_current_unless_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stand_in, real, cpu = StubPlatform("npu-sim"), StubPlatform("npu"), StubPlatform("cpu")
@@ -135,24 +135,26 @@ def test_a_stand_in_is_taken_by_name_only_and_started_then(
     assert resolve_platform(stand_in) is stand_in and started[4:] == ["npu-sim"]
 
 
-def test_environment_forces_one_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_variable_forces_a_platform_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     known_platforms = registry([StubPlatform("one"), StubPlatform("two")])
     monkeypatch.setenv("GRAPHRT_PLATFORM", "two")
     assert known_platforms.current().name == "two"
     assert known_platforms.current({"GRAPHRT_PLATFORM": "one"}).name == "one"
 
 
-def test_empty_environment_forces_nothing() -> None:
+def test_an_empty_environment_variable_forces_no_platform() -> None:
     assert registry(StubPlatform("one")).current({"GRAPHRT_PLATFORM": " "}).name == "one"
 
 
-def test_unknown_forced_platform_lists_the_known_ones() -> None:
+def test_forcing_an_unknown_platform_raises_and_lists_the_known_platforms() -> None:
     known_platforms = registry([StubPlatform("one"), StubPlatform("two", available=False)])
     with pytest.raises(PlatformError, match=r"'three'\n.*one, two"):
         known_platforms.current({"GRAPHRT_PLATFORM": "three"})
 
 
-def test_unavailable_forced_platform_says_why() -> None:
+def test_forcing_an_unavailable_platform_raises_with_its_reason() -> None:
     known_platforms = registry([StubPlatform("off", False, "driver too old"), StubPlatform("on")])
     with pytest.raises(PlatformError, match="driver too old") as caught:
         known_platforms.current({"GRAPHRT_PLATFORM": "off"})
@@ -170,7 +172,7 @@ def test_two_available_out_of_tree_platforms_conflict() -> None:
     assert known_platforms.get("two").name == "two"
 
 
-def test_two_platforms_of_one_name_conflict_even_if_unavailable() -> None:
+def test_two_platforms_with_the_same_name_conflict_even_if_unavailable() -> None:
     known_platforms = registry(
         StubPlatform("same", False), StubPlatform("same", False), StubPlatform("other")
     )
@@ -183,19 +185,19 @@ def test_two_platforms_of_one_name_conflict_even_if_unavailable() -> None:
 
 
 @pytest.mark.usefixtures("built_ins")
-def test_plugin_may_not_take_the_name_of_a_built_in() -> None:
+def test_a_plugin_may_not_use_the_name_of_a_built_in_platform() -> None:
     with pytest.raises(PlatformError, match=r"plugin0 and .* graphrt"):
         registry(StubPlatform("cpu"), built_ins=table("cpu")).current({})
 
 
-def test_nothing_available() -> None:
+def test_no_available_platform_raises_with_the_reason_of_each_platform() -> None:
     with pytest.raises(PlatformError, match="off: no such device"):
         registry(StubPlatform("off", False)).current({})
     with pytest.raises(PlatformError, match="none found"):
         registry().current({})
 
 
-def test_availability_is_asked_once() -> None:
+def test_a_platforms_availability_is_asked_only_once() -> None:
     stub = StubPlatform("one")
     known_platforms = registry(stub)
     assert known_platforms.current({}) is known_platforms.current({}) is stub
@@ -205,13 +207,13 @@ def test_availability_is_asked_once() -> None:
 # Registering -------------------------------------------------------------------------------------
 
 
-def test_registries_do_not_see_each_other() -> None:
+def test_two_registries_do_not_share_their_platforms() -> None:
     first, second = registry(StubPlatform("one")), registry()
     assert [each.name for each in first.platforms()] == ["one"]
     assert second.platforms() == ()
 
 
-def test_a_plugin_can_come_after_the_first_look() -> None:
+def test_a_plugin_registered_after_the_first_listing_is_found() -> None:
     known_platforms = registry()
     assert known_platforms.platforms() == ()
     plugin = Plugin(iter([StubPlatform("late"), StubPlatform("later", False)]))
@@ -220,7 +222,7 @@ def test_a_plugin_can_come_after_the_first_look() -> None:
     assert known_platforms.current({}).name == "late" and plugin.calls == 1
 
 
-def test_registering_twice() -> None:
+def test_registering_a_plugin_or_a_plugin_name_twice_raises() -> None:
     known_platforms = registry(StubPlatform("one"))
     with pytest.raises(ValueError, match="plugin0"):
         known_platforms.register(Plugin(StubPlatform("two")), "plugin0")
@@ -230,7 +232,7 @@ def test_registering_twice() -> None:
         known_platforms.register(twice, "another")
 
 
-def test_registering_something_without_the_hook() -> None:
+def test_registering_a_module_without_a_graphrt_hook_raises() -> None:
     known_platforms = registry()
     with pytest.raises(PlatformError, match="no graphrt hook"):
         known_platforms.register(types.ModuleType("empty"))
@@ -252,7 +254,7 @@ def test_registering_a_hook_of_the_wrong_signature() -> None:
 @pytest.mark.parametrize(
     "result", [RuntimeError("broken hook"), StubPlatform, [StubPlatform("ok"), 3], 3]
 )
-def test_a_broken_hook_is_recorded_warned_about_and_skipped(result: object) -> None:
+def test_a_plugin_whose_hook_fails_is_recorded_with_a_warning_and_skipped(result: object) -> None:
     known_platforms = registry(result, StubPlatform("good"))
     with pytest.warns(PluginWarning, match="plugin0"):
         listed = known_platforms.platforms()
@@ -264,7 +266,7 @@ def test_a_broken_hook_is_recorded_warned_about_and_skipped(result: object) -> N
         assert known_platforms.current({}).name == "good"
 
 
-def test_a_broken_plugin_is_named_where_its_platform_is_missed() -> None:
+def test_asking_for_an_unknown_platform_names_the_broken_plugin() -> None:
     known_platforms = registry(RuntimeError("broken hook"), StubPlatform("good"))
     with (
         pytest.warns(PluginWarning),
@@ -273,7 +275,7 @@ def test_a_broken_plugin_is_named_where_its_platform_is_missed() -> None:
         known_platforms.get("bad")
 
 
-def test_availability_that_raises_is_recorded() -> None:
+def test_a_platform_whose_availability_raises_is_recorded_with_a_warning() -> None:
     class Raises(StubPlatform):
         def availability(self) -> Availability:
             raise OSError("libdevice.so")
@@ -291,7 +293,9 @@ def entry(name: str, value: str) -> EntryPoint:
     return EntryPoint(name=name, value=value, group="graphrt")
 
 
-def test_entry_points_are_loaded_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_entry_point_does_not_stop_the_others_from_loading(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     module: Any = types.ModuleType("stub_plugin")
     module.plugin = Plugin(StubPlatform("mine"))
     monkeypatch.setitem(sys.modules, "stub_plugin", module)
@@ -323,12 +327,14 @@ def test_entry_points_are_loaded_one_by_one(monkeypatch: pytest.MonkeyPatch) -> 
 # Built-ins ---------------------------------------------------------------------------------------
 
 
-def test_built_ins_without_a_module_are_left_out() -> None:
+def test_built_in_platforms_whose_module_is_missing_are_left_out() -> None:
     missing = {"a": "no_such_package.platform:A", "b": "graphrt.no_such_part:B"}
     assert registry(built_ins=missing).platforms() == ()
 
 
-def test_broken_built_in_is_recorded(built_ins: types.ModuleType) -> None:
+def test_a_built_in_without_its_platform_class_is_recorded_with_a_warning(
+    built_ins: types.ModuleType,
+) -> None:
     del built_ins.Gpu
     known_platforms = registry(built_ins=table("gpu", "cpu"))
     with pytest.warns(PluginWarning, match="'gpu'"):
@@ -338,7 +344,7 @@ def test_broken_built_in_is_recorded(built_ins: types.ModuleType) -> None:
     assert "AttributeError" in str(broken.error)
 
 
-def test_broken_import_inside_a_built_in_is_not_taken_for_absence(
+def test_a_failing_import_inside_a_built_in_platform_gives_a_warning(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package = tmp_path / "half_there"
@@ -350,7 +356,7 @@ def test_broken_import_inside_a_built_in_is_not_taken_for_absence(
     assert platform.name == "x"
 
 
-def test_default_registry_knows_where_built_ins_are() -> None:
+def test_the_default_registry_lists_built_in_platforms_in_order_of_preference() -> None:
     assert list(plugins.BUILT_IN_PLATFORMS) == ["ascend", "cuda", "accelerator", "cpu"]
     assert all(path.startswith("graphrt.") for path in plugins.BUILT_IN_PLATFORMS.values())
 
@@ -367,7 +373,7 @@ def test_module_functions_use_the_default_registry(monkeypatch: pytest.MonkeyPat
     assert [each.name for each in plugins.installed_platforms()] == ["mine"]
 
 
-def test_importing_finds_nothing_and_imports_no_platform() -> None:
+def test_importing_the_registry_scans_no_entry_points_and_imports_no_platform() -> None:
     code = (
         "import importlib.metadata as m, sys\n"
         "scan = m.entry_points\n"
@@ -403,14 +409,14 @@ def raising_entry_point(monkeypatch: pytest.MonkeyPatch) -> Any:
     return install
 
 
-def test_a_plugin_that_exits_when_it_is_imported_is_left_out(raising_entry_point: Any) -> None:
+def test_a_plugin_that_raises_systemexit_on_import_is_left_out(raising_entry_point: Any) -> None:
     known_platforms = raising_entry_point(SystemExit("no driver"))
     with pytest.warns(PluginWarning, match="no driver"):
         (broken,) = known_platforms.platforms()
     assert broken.platform is None and "SystemExit" in broken.error
 
 
-def test_a_plugin_that_exits_when_it_is_asked_is_left_out() -> None:
+def test_a_plugin_whose_hook_or_availability_raises_systemexit_is_left_out() -> None:
     class Exits(Plugin):
         @hookimpl
         def graphrt_platforms(self) -> Any:
@@ -427,7 +433,9 @@ def test_a_plugin_that_exits_when_it_is_asked_is_left_out() -> None:
     assert len(warned) == 2
 
 
-def test_a_built_in_that_exits_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_built_in_platform_that_raises_systemexit_is_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     module: Any = types.ModuleType("stub_exits")
     module.__spec__ = importlib_spec("stub_exits")
 
@@ -441,7 +449,7 @@ def test_a_built_in_that_exits_is_left_out(monkeypatch: pytest.MonkeyPatch) -> N
     assert broken.name == "gpu" and broken.platform is None
 
 
-def test_an_interrupt_while_plugins_are_found_is_the_users(raising_entry_point: Any) -> None:
+def test_a_keyboard_interrupt_during_plugin_discovery_is_raised(raising_entry_point: Any) -> None:
     known_platforms = raising_entry_point(KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         known_platforms.platforms()
@@ -458,7 +466,7 @@ def test_an_interrupt_while_plugins_are_found_is_the_users(raising_entry_point: 
 
 
 @pytest.mark.parametrize("answer", [True, None, "yes", ("no", 3)], ids=repr)
-def test_availability_of_another_type_is_recorded(answer: Any) -> None:
+def test_an_availability_of_wrong_type_is_recorded_with_a_warning(answer: Any) -> None:
     wrong = StubPlatform("wrong")
     wrong._answer = answer
     known_platforms = registry(wrong, StubPlatform("good"))
@@ -469,7 +477,7 @@ def test_availability_of_another_type_is_recorded(answer: Any) -> None:
 
 
 @pytest.mark.parametrize("name", [7, None, b"npu"], ids=repr)
-def test_a_platform_whose_name_is_no_text_is_recorded_and_no_default(name: Any) -> None:
+def test_a_platform_whose_name_is_no_string_is_recorded_and_skipped(name: Any) -> None:
     known_platforms = registry(StubPlatform(name), StubPlatform("good"))
     with pytest.warns(PluginWarning, match="'name' has a wrong type"):
         assert known_platforms.current({}).name == "good"
@@ -477,7 +485,7 @@ def test_a_platform_whose_name_is_no_text_is_recorded_and_no_default(name: Any) 
 
 @pytest.mark.usefixtures("built_ins")
 @pytest.mark.parametrize("forced", [{"GRAPHRT_PLATFORM": "cpu"}, None], ids=["forced", "by name"])
-def test_who_asks_for_a_built_in_by_name_imports_no_plugin(
+def test_asking_for_a_built_in_by_name_imports_no_plugin(
     monkeypatch: pytest.MonkeyPatch, forced: dict[str, str] | None
 ) -> None:
     loaded: list[str] = []
@@ -496,7 +504,7 @@ def test_who_asks_for_a_built_in_by_name_imports_no_plugin(
     assert loaded == ["a"] and known_platforms.get("cpu") is platform
 
 
-def test_importing_graphrt_raises_for_no_value_of_its_variables() -> None:
+def test_importing_graphrt_never_raises_for_nonsense_environment_variables() -> None:
     read = ["LOG", "MODE", "CHECK", "PLATFORM", "VLLM"]
     read += ["VLLM_ASCEND", "ASCEND_UPDATE_ORDER", "ASCEND_HANG_TIMEOUT_S", "NATIVE"]
     read += ["CACHE_DIR", "DISABLE_CACHE", "CACHE_FORMAT"]

@@ -67,7 +67,7 @@ def rows(count: int, value: float = 1.0) -> torch.Tensor:
     return torch.full((count, 4), value)
 
 
-def test_sizes_and_requests_are_read_off_the_inputs():
+def test_a_step_without_a_batch_derives_its_tokens_from_input_shapes():
     captured = runner()
     captured.capture()
     assert captured(x=rows(3)).shape == (3, 4)
@@ -86,7 +86,7 @@ def test_a_batch_larger_than_all_buffers_runs_eagerly_on_its_own_tensors(count, 
     assert captured.report().reasons[reason] == 1
 
 
-def test_padding_is_reported():
+def test_the_report_counts_live_and_padded_tokens_of_replays():
     captured = runner()
     captured.capture()
     captured(x=rows(3))
@@ -98,7 +98,7 @@ def test_padding_is_reported():
     assert [record.descriptor.num_tokens for record in report.graphs] == [4, 2]
 
 
-def test_excluded_modes_and_agreements_of_ranks_reach_the_dispatcher():
+def test_excluded_modes_and_agreed_graphs_of_a_step_reach_the_dispatcher():
     captured = runner()
     captured.capture()
     captured(Batch(1, 1, 1, exclude=frozenset({GraphMode.FULL})), x=rows(1))
@@ -183,13 +183,13 @@ def test_segment_hooks_surround_every_segment():
     assert events == ["before_capture", "end_of_capture", "before_replay"]
 
 
-def test_progress_is_reported_before_each_graph_and_at_the_end():
+def test_capture_reports_progress_before_each_graph_and_at_the_end():
     seen = []
     runner().capture(lambda done, total, descriptor: seen.append((done, total)))
     assert seen == [(0, 2), (1, 2), (2, 2)]
 
 
-def test_moved_weights_are_found_and_recapture_reads_the_new_ones():
+def test_weights_changed_refuses_a_replaced_weight_and_recapture_reads_the_new_weight():
     weight = torch.nn.Linear(4, 4, bias=False)
     captured = runner(lambda x: weight(x))
     captured.capture()
@@ -225,7 +225,7 @@ def test_two_runners_in_two_threads_do_not_disturb_each_other():
     assert failures == []
 
 
-def test_one_runner_in_two_threads_at_once_is_refused():
+def test_a_second_threads_call_during_a_step_of_a_runner_is_refused():
     caught = []
 
     @eager_break
@@ -265,7 +265,7 @@ def test_runners_that_share_a_pool_share_its_memory():
     assert torch.equal(second(x=rows(3)), rows(3, 5.0))
 
 
-def test_host_arguments_of_a_step_travel_in_updates():
+def test_updates_give_host_arguments_to_replayed_and_eager_steps():
     scale = UpdatableTask(
         "scale",
         lambda x, out, lengths: torch.add(x, x, alpha=sum(lengths), out=out),
@@ -287,7 +287,7 @@ def test_host_arguments_of_a_step_travel_in_updates():
     assert torch.equal(tasked(x=rows(9), updates={"scale": {"lengths": [1]}}), rows(9, 2.0))
 
 
-def test_outputs_with_requests_and_nested_outputs_are_cut_to_their_live_rows():
+def test_outputs_by_token_and_by_request_are_cut_to_their_live_rows():
     inputs = {**INPUTS, "last": InputSpec(torch.int64, ("reqs",), pad=0, index=True)}
     captured = GraphRunner(
         lambda x, last: {"hidden": x + 1, "picked": x[last], "constant": 3},
@@ -302,7 +302,7 @@ def test_outputs_with_requests_and_nested_outputs_are_cut_to_their_live_rows():
     assert (out["hidden"].shape, out["picked"].shape, out["constant"]) == ((3, 4), (2, 4), 3)
 
 
-def test_a_capture_that_fails_half_way_keeps_what_it_has_and_goes_on_later():
+def test_a_capture_that_fails_half_way_keeps_its_graphs_and_can_continue():
     broken = [True]
 
     def forward(x):
@@ -320,7 +320,7 @@ def test_a_capture_that_fails_half_way_keeps_what_it_has_and_goes_on_later():
     assert len(captured.dispatcher.published) == 2
 
 
-def test_a_counter_that_the_forward_advances_gives_the_eager_results():
+def test_a_declared_counter_advances_equally_in_full_piecewise_and_eager_mode():
     def make(mode: str) -> list[float]:
         counter = torch.zeros((), dtype=torch.int64)
 
@@ -335,7 +335,7 @@ def test_a_counter_that_the_forward_advances_gives_the_eager_results():
     assert make("FULL") == make("PIECEWISE") == make("NONE") == [1.0, 2.0, 3.0, 4.0]
 
 
-def test_verify_advances_declared_state_once_and_returns_the_step():
+def test_verify_advances_declared_state_once_and_returns_the_steps_output():
     counter = torch.zeros(())
 
     def forward(x):
@@ -354,7 +354,7 @@ def test_verify_advances_declared_state_once_and_returns_the_step():
     assert counter == 2
 
 
-def test_verify_finds_a_python_value_that_the_graph_has_baked_in():
+def test_verify_finds_a_changed_python_value_that_the_graph_baked_in():
     scale = [2.0]
     captured = runner(lambda x: x * scale[0])
     captured.capture()
@@ -365,7 +365,7 @@ def test_verify_finds_a_python_value_that_the_graph_has_baked_in():
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_graphs_that_do_not_fit_are_dropped_and_what_is_captured_stays(strict):
+def test_graphs_that_exceed_pool_memory_are_dropped_and_captured_graphs_stay(strict):
     limited = CpuPlatform(max_pool_bytes=1 << 20)
 
     def forward(x):
@@ -388,7 +388,7 @@ def test_graphs_that_do_not_fit_are_dropped_and_what_is_captured_stays(strict):
 
 
 @pytest.mark.parametrize("declared", [True, False])
-def test_state_of_a_small_part_of_the_devices_memory_is_saved(declared):
+def test_state_within_the_memory_limit_is_saved_and_restored_around_captures(declared):
     # A static cache of 16 rows: more than 64 MiB, of a device that has it many times over.
     cache = torch.zeros(2, 16, 16, 8, 144, 64, dtype=torch.bfloat16)
 
@@ -407,7 +407,7 @@ def test_state_of_a_small_part_of_the_devices_memory_is_saved(declared):
     assert (cache == 3).all()
 
 
-def test_the_limit_of_state_is_the_hosts_or_a_part_of_free_memory():
+def test_the_state_limit_is_the_hosts_option_or_a_share_of_free_memory():
     class Told(type(get_platform("cpu"))):
         figures = MemoryFigures(free_bytes=1 << 40, total_bytes=1 << 41)
 
@@ -443,7 +443,7 @@ def test_state_over_the_limit_is_refused_before_anything_is_captured():
         ({"pieces": "magic"}, GraphRTError, "magic"),
     ],
 )
-def test_bad_configurations_are_named_errors(options, error, text):
+def test_bad_runner_configurations_raise_errors_that_name_the_value(options, error, text):
     with pytest.raises(error, match=text):
         runner(**options)
 
@@ -458,7 +458,7 @@ def test_bad_configurations_are_named_errors(options, error, text):
         ({"x": torch.ones(0, 4)}, InvalidBatchError, "0"),
     ],
 )
-def test_bad_steps_are_named_errors_and_the_next_step_works(arguments, error, text):
+def test_bad_inputs_of_a_step_raise_and_the_next_step_works(arguments, error, text):
     captured = runner()
     captured.capture()
     with pytest.raises(error, match=text):
@@ -482,7 +482,7 @@ OWN = torch.Generator()
         (lambda rows: torch.rand((), generator=OWN).item(), {}, True),
     ],
 )
-def test_a_capture_knows_by_its_warm_up_whether_the_forward_draws_on_the_host(
+def test_a_capture_learns_from_its_warm_up_whether_the_forward_draws_random_numbers(
     draw, options, may_draw
 ):
     seen = []
@@ -500,7 +500,7 @@ def test_a_capture_knows_by_its_warm_up_whether_the_forward_draws_on_the_host(
     assert seen == [may_draw, may_draw]
 
 
-def test_that_a_smaller_size_alone_draws_is_known_at_its_capture():
+def test_a_forward_that_draws_only_at_the_smaller_size_is_known_to_draw():
     seen = []
 
     def forward(x):
@@ -517,7 +517,7 @@ def test_that_a_smaller_size_alone_draws_is_known_at_its_capture():
     assert seen == [(4, False), (2, True)]
 
 
-def test_a_forward_that_prepares_its_last_size_alone_is_captured_in_both_modes():
+def test_a_forward_that_caches_only_its_last_size_is_captured_in_both_modes():
     weight = torch.ones(4)
 
     # It keeps the last size alone, in C, where no look at Python finds that it has changed.
@@ -532,7 +532,7 @@ def test_a_forward_that_prepares_its_last_size_alone_is_captured_in_both_modes()
     assert torch.equal(captured(x=rows(3)), rows(3, 2.0))
 
 
-def test_state_that_one_size_alone_writes_is_put_back_after_the_graphs_of_both_modes():
+def test_state_written_at_only_one_size_is_restored_after_captures_of_both_modes():
     counts = {size: torch.zeros(1) for size in (2, 3, 4)}
 
     def forward(x):
@@ -545,7 +545,7 @@ def test_state_that_one_size_alone_writes_is_put_back_after_the_graphs_of_both_m
     assert [count.item() for count in counts.values()] == [0, 0, 0]
 
 
-def test_a_budget_limits_what_is_captured_and_the_mode_may_step_down():
+def test_a_budget_too_small_for_pieces_steps_the_mode_down_to_decode_only():
     cost = {GraphMode.FULL: GraphCost(streams=1), GraphMode.PIECEWISE: GraphCost(streams=5)}
     planned = runner(
         mode="FULL_AND_PIECEWISE",
@@ -562,7 +562,7 @@ def test_a_budget_limits_what_is_captured_and_the_mode_may_step_down():
 
 @pytest.mark.parametrize("warmups", [0, 1, 2])
 @pytest.mark.parametrize("lazy", [False, True])
-def test_a_capture_draws_no_random_numbers_of_the_host(lazy, warmups):
+def test_a_capture_leaves_the_hosts_random_generator_state_unchanged(lazy, warmups):
     options = GraphOptions(lazy=lazy, warmups=warmups)
     drop = torch.nn.Dropout(0.5).train()
     captured = runner(lambda x: drop(x), options=options, sizes=[2])
@@ -575,7 +575,7 @@ def test_a_capture_draws_no_random_numbers_of_the_host(lazy, warmups):
     assert captured.last_dispatch.reason is Reason.HIT
 
 
-def test_a_report_is_printed_in_lines_and_counts_no_padding_of_steps_that_ran_without():
+def test_the_printed_report_counts_no_padding_for_quarantined_eager_steps():
     mixing = runner(lambda x: x - x.mean(0))
     mixing.capture()
     with pytest.warns(GraphQuarantinedWarning):
@@ -595,7 +595,7 @@ def test_a_report_is_printed_in_lines_and_counts_no_padding_of_steps_that_ran_wi
     assert "Steps: 3: 1 TOO_LARGE, 2 QUARANTINED" in str(mixing.report())
 
 
-def test_a_verified_step_is_the_last_dispatch():
+def test_verify_sets_last_dispatch_to_the_verified_step():
     captured = runner()
     captured.capture()
     captured(x=rows(4))
@@ -603,7 +603,7 @@ def test_a_verified_step_is_the_last_dispatch():
     assert captured.last_dispatch.descriptor.num_tokens == 2
 
 
-def test_a_capture_that_fails_behind_its_first_warm_up_is_not_tried_again():
+def test_a_capture_that_raises_after_its_warm_up_is_not_retried():
     calls = []
 
     def forward(x: torch.Tensor) -> torch.Tensor:

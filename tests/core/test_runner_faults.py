@@ -80,7 +80,7 @@ def interrupted(meanwhile: Any) -> tuple[Any, list[Any]]:
 
 
 @pytest.mark.parametrize("what", ["unpadded", "capture", "release", "close"])
-def test_nothing_else_gets_into_a_step_under_way(what):
+def test_another_threads_step_recapture_release_or_close_during_a_step_is_refused(what):
     calls = {
         "unpadded": lambda: captured(
             Batch(2, 2, 1, exclude=frozenset({GraphMode.PIECEWISE})), x=rows(2, 100.0)
@@ -95,7 +95,7 @@ def test_nothing_else_gets_into_a_step_under_way(what):
     assert torch.equal(captured(x=rows(2)), rows(2, 3.0))
 
 
-def test_nothing_fills_the_buffers_between_a_steps_own_fill_and_its_replay():
+def test_another_threads_step_inside_bind_is_refused_and_leaves_the_buffers():
     results = []
 
     def bind(buffers, descriptor, phase):
@@ -127,7 +127,7 @@ def test_a_carried_function_can_run_in_several_threads_at_once():
     assert results == ["step", "step"]
 
 
-def test_a_draft_inside_a_step_of_its_target_needs_a_pool_of_its_own():
+def test_a_draft_runner_called_inside_its_targets_step_needs_its_own_pool():
     pool = GraphPool("cpu")
     draft = runner(lambda x: x * 1000, pool=pool)
     draft.capture()
@@ -146,7 +146,7 @@ def test_a_draft_inside_a_step_of_its_target_needs_a_pool_of_its_own():
     assert torch.equal(draft(x=rows(2)), rows(2, 1000.0))
 
 
-def test_padding_rows_stay_padding_when_the_forward_advances_its_inputs():
+def test_padding_rows_are_refilled_after_a_forward_that_advances_its_inputs_in_place():
     writes = torch.zeros(8)
 
     def forward(slot):
@@ -204,7 +204,7 @@ def test_a_runner_rolls_back_every_piece_when_the_third_of_five_fails():
     assert torch.equal(captured(x=rows(2)), rows(2, 6.0))
 
 
-def test_a_second_try_at_a_graph_begins_without_the_pieces_of_the_first():
+def test_a_retried_piecewise_capture_captures_its_first_piece_again():
     """The first piece had captured, and is to capture once more."""
     tries = []
 
@@ -226,7 +226,7 @@ def test_a_second_try_at_a_graph_begins_without_the_pieces_of_the_first():
         assert captured.last_dispatch.reason is Reason.HIT
 
 
-def test_a_graph_that_nothing_captured_is_not_published():
+def test_a_piecewise_capture_without_any_captured_piece_raises_and_publishes_no_graph():
     captured = runner(lambda x: x + 1, mode="PIECEWISE", pieces="fx")
     with pytest.raises(CaptureError, match="nothing captured"):
         captured.capture()
@@ -234,7 +234,7 @@ def test_a_graph_that_nothing_captured_is_not_published():
     assert torch.equal(captured(x=rows(2)), rows(2, 2.0))
 
 
-def test_releasing_one_runner_leaves_the_pieces_that_another_one_captured():
+def test_releasing_a_runner_keeps_the_pieces_that_another_runner_captured():
     pool = GraphPool("cpu")
     calls = []
 
@@ -280,7 +280,7 @@ def test_every_warm_up_and_capture_starts_from_the_declared_state_and_padding_in
     assert counter == 0
 
 
-def test_a_failing_restore_rolls_the_capture_back():
+def test_a_state_restore_that_raises_fails_the_capture_which_can_be_repeated():
     fail = [False]
 
     def restore(_):
@@ -299,7 +299,7 @@ def test_a_failing_restore_rolls_the_capture_back():
     assert len(captured.dispatcher.published) == 2
 
 
-def test_the_collector_is_still_during_capture_only():
+def test_the_garbage_collector_is_disabled_only_during_a_capture():
     enabled = []
     captured = runner(lambda x: (enabled.append(gc.isenabled()), x + 1)[1], sizes=[2])
     captured.capture()
@@ -307,7 +307,7 @@ def test_the_collector_is_still_during_capture_only():
     assert gc.isenabled()
 
 
-def test_forwards_run_without_gradients():
+def test_warm_ups_captures_replays_and_eager_steps_run_without_gradients():
     weight = torch.nn.Parameter(torch.ones(4))
     cache, grads = torch.zeros(2, 4), []
 
@@ -328,14 +328,14 @@ def test_forwards_run_without_gradients():
     assert captured.inputs.buffers["x"].grad_fn is None
 
 
-def test_buffers_made_in_inference_mode_work_outside_of_it():
+def test_a_runner_captured_in_inference_mode_serves_steps_outside_of_inference_mode():
     with torch.inference_mode():
         captured = runner()
         captured.capture()
     assert torch.equal(captured(x=rows(1)), rows(1, 2.0))
 
 
-def test_a_dropped_runner_gives_its_memory_back_at_once():
+def test_deleting_a_runner_frees_its_pool_memory_without_garbage_collection():
     gc.disable()
     try:
         captured = runner(mode="FULL_AND_PIECEWISE")
@@ -348,7 +348,7 @@ def test_a_dropped_runner_gives_its_memory_back_at_once():
         gc.enable()
 
 
-def test_a_released_runner_reports_no_graphs_and_its_graphs_are_gone():
+def test_release_destroys_a_runners_graphs_and_empties_its_report():
     captured = runner()
     captured.capture()
     (wrapper,) = captured.graphs.owners()
@@ -361,7 +361,7 @@ def test_a_released_runner_reports_no_graphs_and_its_graphs_are_gone():
     assert len(captured.report().graphs) == 2
 
 
-def test_a_closed_shared_pool_is_not_replayed_from():
+def test_a_step_after_its_shared_pool_was_closed_raises():
     pool = GraphPool("cpu")
     captured = runner(pool=pool)
     captured.capture()
@@ -370,7 +370,7 @@ def test_a_closed_shared_pool_is_not_replayed_from():
         captured(x=rows(2))
 
 
-def test_what_a_caller_does_to_its_outputs_does_not_reach_the_next_step():
+def test_editing_returned_output_containers_does_not_change_the_next_steps_output():
     captured = runner(lambda x: {"y": x * 2, "z": [x]}, outputs={"y": ("tokens", 4)}, sizes=[2])
     captured.capture()
     for count in (1, 2):
@@ -380,28 +380,28 @@ def test_what_a_caller_does_to_its_outputs_does_not_reach_the_next_step():
         assert torch.equal(captured(x=rows(count, 3.0))["y"], rows(count, 6.0))
 
 
-def test_cloned_outputs_outlive_eager_steps_too():
+def test_cloned_outputs_of_eager_and_replayed_steps_keep_their_values():
     captured = runner(lambda x: x[:, :], options=GraphOptions(outputs="clone"))
     kept = captured(x=rows(9, 7.0)), captured(x=rows(3, 7.0))
     captured(x=rows(3, 1.0))
     assert [tensor[0, 0].item() for tensor in kept] == [7, 7]
 
 
-def test_each_element_of_a_tuple_output_has_axes_of_its_own():
+def test_each_element_of_a_tuple_output_is_cut_along_its_own_axes():
     captured = runner(lambda x: (x + 1, x.sum(1)), outputs=(("tokens", 4), ("tokens",)), sizes=[4])
     captured.capture()
     first, second = captured(x=rows(3))
     assert (first.shape, second.shape) == ((3, 4), (3,))
 
 
-def test_an_output_that_is_not_there_is_a_named_error():
+def test_a_declared_output_that_the_forward_does_not_return_is_named_at_capture():
     captured = runner(lambda x: {"y": x}, outputs={"z": ("tokens", 4)}, sizes=[4])
     with pytest.raises(OutputError, match="'z'"):
         captured.capture()
     assert torch.equal(captured(x=rows(3))["y"], rows(3)), "it serves eagerly"
 
 
-def test_lazy_capture_keeps_to_what_ranks_have_agreed_on():
+def test_a_lazy_step_captures_the_graph_that_the_ranks_agreed_on():
     lazy = runner(mode="FULL_AND_PIECEWISE", options=GraphOptions(lazy=True), sizes=[2, 4])
     lazy(Batch(2, 2, 1), x=rows(2), agreed=BatchDescriptor(4))
     dispatch = lazy.last_dispatch
@@ -409,7 +409,7 @@ def test_lazy_capture_keeps_to_what_ranks_have_agreed_on():
     assert len(lazy.report().graphs) == 1
 
 
-def test_a_large_lazy_graph_does_not_serve_small_batches_for_ever():
+def test_a_lazy_runner_captures_a_smaller_graph_for_a_smaller_batch():
     lazy = runner(options=GraphOptions(lazy=True), sizes=[2, 4])
     served = []
     for count in (4, 1):
@@ -435,7 +435,7 @@ def test_a_lazy_capture_that_fails_is_not_tried_at_every_step():
     ("name", "text"),
     [("aten::sigmoidd", "no operator"), ("aten::softmax", "composite"), ("aten::linear", "comp")],
 )
-def test_a_break_that_could_never_be_seen_is_refused(name, text):
+def test_an_unknown_or_composite_operator_in_breaks_is_refused(name, text):
     captured = runner(mode="PIECEWISE", options=GraphOptions(breaks=(name,)))
     with pytest.raises(InvalidOptionError, match=text):
         captured.capture()
@@ -476,7 +476,7 @@ def apply(task: UpdatableTask, x: torch.Tensor, name: str) -> torch.Tensor:
     return out
 
 
-def test_updates_reach_the_tasks_of_all_pieces_and_unknown_names_are_refused():
+def test_updates_reach_tasks_of_all_pieces_and_unknown_task_names_are_refused():
     task, pool = scaling("attention"), GraphPool("cpu")
     wrappers = pieces(
         pool, lambda x: apply(task, x, "layer.0"), lambda x: apply(task, x, "layer.1")
@@ -489,7 +489,7 @@ def test_updates_reach_the_tasks_of_all_pieces_and_unknown_names_are_refused():
         tasked(x=rows(2), updates={**own, "mlp": {"lengths": [1]}})
 
 
-def test_host_arguments_are_padded_alike_in_every_mode():
+def test_host_arguments_get_the_same_padding_in_full_and_piecewise_graphs():
     seen: list[Any] = []
     task = scaling("attention", seen)
     tasked = runner(
@@ -506,7 +506,7 @@ def test_host_arguments_are_padded_alike_in_every_mode():
         assert seen == [[1, 2, 3, 0]]
 
 
-def test_an_eager_step_without_updates_raises_and_unchanged_repeats_the_last():
+def test_a_step_without_updates_raises_and_unchanged_repeats_the_last_updates():
     tasked = runner(lambda x: apply(scaling("attention"), x, "layer.0"), sizes=[2])
     with pytest.raises(MissingUpdateError):
         tasked(x=rows(2))
@@ -521,7 +521,7 @@ def test_an_eager_step_without_updates_raises_and_unchanged_repeats_the_last():
     assert torch.equal(tasked(x=rows(2), updates=UNCHANGED), rows(2, 7.0))
 
 
-def test_unchanged_after_a_recapture_is_the_step_before_and_never_the_capture() -> None:
+def test_unchanged_after_a_recapture_repeats_the_last_step_and_never_the_capture_values() -> None:
     tasked = runner(lambda x: apply(scaling("attention"), x, "layer.0"), sizes=[2])
     tasked.capture()
     with pytest.raises(MissingUpdateError):
@@ -533,7 +533,7 @@ def test_unchanged_after_a_recapture_is_the_step_before_and_never_the_capture() 
 
 @pytest.mark.parametrize("edit", ["list", "values", "updates"])
 @pytest.mark.parametrize("count", [2, 4, 9])
-def test_unchanged_is_what_the_step_was_given_whatever_the_host_changes_in_place(edit, count):
+def test_unchanged_repeats_the_given_updates_though_the_host_edits_them_in_place(edit, count):
     tasked = runner(lambda x: apply(scaling("attention"), x, "layer.0"), sizes=[2, 4])
     tasked.capture()
     updates = {"attention": {"lengths": [4]}}
@@ -547,7 +547,7 @@ def test_unchanged_is_what_the_step_was_given_whatever_the_host_changes_in_place
     assert torch.equal(tasked(x=rows(count), updates=UNCHANGED), rows(count, 5.0))
 
 
-def test_after_a_failed_update_the_old_arguments_cannot_be_repeated():
+def test_unchanged_is_refused_after_an_update_that_failed_half_way():
     task = scaling("attention")
     tasked = runner(lambda x: apply(task, apply(task, x, "a"), "b"), sizes=[2])
     tasked.capture()
@@ -559,7 +559,7 @@ def test_after_a_failed_update_the_old_arguments_cannot_be_repeated():
     assert torch.equal(tasked(x=rows(2), updates={"attention": {"lengths": [1]}}), rows(2, 4.0))
 
 
-def test_a_closed_runner_says_so_whatever_updates_it_is_given():
+def test_a_step_of_a_closed_runner_raises_pool_closed_with_any_updates():
     closed = runner(sizes=[2])
     closed.capture()
     closed.close()
@@ -568,7 +568,7 @@ def test_a_closed_runner_says_so_whatever_updates_it_is_given():
             closed(x=rows(2), updates=updates)
 
 
-def test_segment_hooks_run_before_segments_with_tasks_too():
+def test_segment_hooks_also_run_for_graphs_with_updatable_tasks():
     events: list[str] = []
 
     class Hooks:
@@ -588,7 +588,7 @@ def test_segment_hooks_run_before_segments_with_tasks_too():
     assert events == ["capture", "end", "replay"]
 
 
-def test_what_bind_is_given_cannot_be_changed():
+def test_bind_cannot_replace_the_views_that_it_is_given():
     def bind(views, descriptor, phase):
         views["x"] = views["x"] * 2
 
@@ -609,7 +609,7 @@ def test_what_bind_is_given_cannot_be_changed():
     ids=str,
 )
 @pytest.mark.parametrize("count", [2, 9])
-def test_odd_host_arguments_are_named_and_the_next_step_is_right(updates, count):
+def test_malformed_host_arguments_raise_and_the_next_step_works(updates, count):
     tasked = runner(lambda x: apply(scaling("attention"), x, "layer.0"), sizes=[2])
     tasked.capture()
     with pytest.raises(InvalidUpdateError):
@@ -619,14 +619,14 @@ def test_odd_host_arguments_are_named_and_the_next_step_is_right(updates, count)
 
 
 @pytest.mark.parametrize("value", [float("nan"), 3, None, "text", torch.arange(3).numpy()], ids=str)
-def test_an_eager_part_may_return_the_value_of_the_capture_again(value):
+def test_an_eager_part_may_return_the_same_plain_value_as_at_capture(value):
     part = eager_break(lambda x: (x + 1, value))
     run = runner(lambda x: part(x)[0] * 2, mode="PIECEWISE", sizes=[2])
     run.capture()
     assert torch.equal(run(x=rows(2)), rows(2, 4.0))
 
 
-def test_an_eager_part_that_returns_a_sparse_tensor_later_is_named():
+def test_an_eager_part_that_returns_a_sparse_tensor_in_a_replay_raises():
     sparse = []
     part = eager_break(lambda x: (x + 1).to_sparse() if sparse else x + 1)
     unchecked = GraphOptions(check="off")
@@ -637,7 +637,7 @@ def test_an_eager_part_that_returns_a_sparse_tensor_later_is_named():
         run(x=rows(2))
 
 
-def test_an_eager_part_without_a_name_is_named_as_python_prints_it():
+def test_the_error_of_an_unnamed_eager_part_shows_its_python_repr():
     changed: list[bool] = []
     part = eager_break(partial(lambda changed, x: (x,) if changed else x, changed))
     run = runner(
@@ -650,7 +650,7 @@ def test_an_eager_part_without_a_name_is_named_as_python_prints_it():
 
 
 @pytest.mark.parametrize("name", ["self", "updates", "metadata"])
-def test_an_input_that_a_call_could_not_be_given_is_refused(name):
+def test_an_input_named_like_a_parameter_of_the_runners_call_is_refused(name):
     with pytest.raises(InvalidInputError, match=name):
         runner(inputs={name: InputSpec(torch.float32, ("tokens", 4))})
 
@@ -668,7 +668,9 @@ def test_an_input_that_a_call_could_not_be_given_is_refused(name):
     ],
     ids=["t_", "unsqueeze_", "data", "set_", "resize_"],
 )
-def test_what_a_forward_does_to_the_shape_of_its_inputs_is_gone_with_it(forward, warmups, mode):
+def test_a_forward_that_reshapes_its_inputs_in_place_leaves_the_buffers_shapes(
+    forward, warmups, mode
+):
     run = runner(
         forward, mode=mode, outputs=None, options=GraphOptions(warmups=warmups), sizes=[2, 3]
     )
@@ -680,7 +682,7 @@ def test_what_a_forward_does_to_the_shape_of_its_inputs_is_gone_with_it(forward,
 
 
 @pytest.mark.parametrize("edit", ["data", "set_", "resize_"])
-def test_declared_state_that_is_given_other_memory_is_refused(edit):
+def test_a_forward_that_gives_declared_state_other_memory_is_refused_at_capture(edit):
     state = torch.zeros(4)
 
     def forward(x):
@@ -700,7 +702,7 @@ def test_declared_state_that_is_given_other_memory_is_refused(edit):
 
 
 @pytest.mark.parametrize("at", ["begin", "forward"])
-def test_an_error_of_a_capture_is_raised_though_to_abort_it_fails_too(at):
+def test_the_error_of_a_capture_is_raised_even_if_its_abort_fails(at):
     class Failing(CpuPlatform):
         def begin_capture(self, graph: Any, memory: Any) -> None:
             super().begin_capture(graph, memory)
@@ -724,7 +726,7 @@ def test_an_error_of_a_capture_is_raised_though_to_abort_it_fails_too(at):
     assert torch.equal(run(x=rows(3)), rows(3, 2.0))
 
 
-def test_a_closed_runner_verifies_nothing_and_says_that_it_is_closed():
+def test_verify_on_a_closed_runner_raises_pool_closed():
     served = runner(lambda x: x * 2)
     served.capture()
     served.close()

@@ -72,7 +72,7 @@ MADE = {
 
 @pytest.mark.parametrize("kind", MADE)
 @pytest.mark.parametrize("inference", [False, True])
-def test_however_it_was_made_it_is_seen(kind: str, inference: bool):
+def test_a_graph_that_reads_a_tensor_left_by_an_eager_part_is_refused(kind: str, inference: bool):
     layer = SimpleNamespace()
 
     @eager_break
@@ -87,7 +87,7 @@ def test_however_it_was_made_it_is_seen(kind: str, inference: bool):
         capture(forward, torch.ones(4))
 
 
-def test_a_tensor_whose_memory_an_eager_part_replaced_is_seen():
+def test_a_graph_that_reads_a_tensor_whose_data_an_eager_part_replaced_is_refused():
     kept = torch.zeros(4)
 
     @eager_break
@@ -102,7 +102,7 @@ def test_a_tensor_whose_memory_an_eager_part_replaced_is_seen():
         capture(forward, torch.ones(4))
 
 
-def test_an_eager_part_may_copy_and_alias_weights_without_making_them_its_own():
+def test_a_graph_may_read_a_weight_that_an_eager_part_aliased_or_copied():
     weight = torch.ones(4)
     layer = SimpleNamespace()
 
@@ -118,7 +118,7 @@ def test_an_eager_part_may_copy_and_alias_weights_without_making_them_its_own():
         assert wrapper(ones).tolist() == [4.0] * 4
 
 
-def test_parts_of_a_list_of_operators_are_watched_like_marked_functions():
+def test_breaks_given_as_operators_are_refused_tensors_left_by_eager_parts():
     kept: list[torch.Tensor] = []
 
     @eager_break
@@ -139,7 +139,7 @@ def test_parts_of_a_list_of_operators_are_watched_like_marked_functions():
         )
 
 
-def test_an_eager_part_inside_of_another_is_part_of_it():
+def test_an_eager_part_inside_another_eager_part_makes_no_extra_segment():
     kept: list[torch.Tensor] = []
 
     @eager_break
@@ -157,7 +157,7 @@ def test_an_eager_part_inside_of_another_is_part_of_it():
         capture(lambda x: outer(x + 1) + kept[0], torch.ones(4))
 
 
-def test_an_error_in_an_eager_part_leaves_no_mode_behind():
+def test_an_error_in_an_eager_part_leaves_no_dispatch_mode_active():
     @eager_break
     def part(x: torch.Tensor) -> torch.Tensor:
         raise ValueError("boom")
@@ -167,7 +167,7 @@ def test_an_error_in_an_eager_part_leaves_no_mode_behind():
     assert not dispatch_modes()
 
 
-def test_memory_that_is_used_again_is_not_taken_for_what_was_there_before():
+def test_a_weight_at_a_reused_address_is_no_tensor_of_an_eager_part():
     """Addresses come back as soon as a tensor is gone; storages are told apart all the same."""
     weights = [torch.ones(1024) for _ in range(64)]
 
@@ -185,7 +185,7 @@ def test_memory_that_is_used_again_is_not_taken_for_what_was_there_before():
     capture(forward, torch.ones(1024))
 
 
-def test_runners_do_not_see_what_eager_parts_of_another_made():
+def test_a_tensor_made_by_an_eager_part_of_another_runner_counts_as_a_weight():
     shared = SimpleNamespace(kept=None)
 
     @eager_break
@@ -204,7 +204,7 @@ def test_runners_do_not_see_what_eager_parts_of_another_made():
     runner(lambda x: x + weight).capture()
 
 
-def test_what_one_size_made_is_known_at_the_next_though_nothing_was_warmed_up():
+def test_a_tensor_left_by_an_earlier_size_is_refused_without_warm_ups():
     kept = [torch.zeros(1)]
 
     @eager_break
@@ -230,7 +230,9 @@ def test_what_one_size_made_is_known_at_the_next_though_nothing_was_warmed_up():
         ("FULL", {(False, False)}),
     ],
 )
-def test_eager_parts_are_watched_while_a_capture_in_pieces_is_to_come(mode, expected, at_once):
+def test_eager_parts_are_watched_only_in_warm_ups_before_a_piecewise_capture(
+    mode, expected, at_once
+):
     # To watch them takes as long as they do, and whole graphs capture them like anything else.
     # As text: what eager parts put into lists is put back after a warm-up.
     seen = io.StringIO()
@@ -252,7 +254,7 @@ def test_eager_parts_are_watched_while_a_capture_in_pieces_is_to_come(mode, expe
     assert lines == {(str(uniform), str(watched)) for uniform, watched in expected}
 
 
-def test_what_only_a_smaller_size_leaves_is_found_where_its_graph_reads_it():
+def test_a_tensor_that_an_eager_part_leaves_only_at_a_smaller_size_is_refused():
     kept = [torch.zeros(1)]
 
     @eager_break
@@ -268,7 +270,7 @@ def test_what_only_a_smaller_size_leaves_is_found_where_its_graph_reads_it():
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-def test_what_a_smaller_size_leaves_where_no_walk_looks_is_found_where_its_graph_reads_it(at_once):
+def test_a_tensor_that_a_smaller_size_leaves_in_a_queue_is_refused(at_once):
     kept: queue.Queue[torch.Tensor] = queue.Queue()
 
     @eager_break
@@ -288,7 +290,7 @@ def test_what_a_smaller_size_leaves_where_no_walk_looks_is_found_where_its_graph
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-def test_a_weight_that_an_operator_finds_by_a_name_stays_a_weight(at_once):
+def test_a_weight_that_an_operator_looks_up_by_name_may_be_read(at_once):
     weight = torch.ones(1)
 
     @eager_break
@@ -320,7 +322,7 @@ def sized_runner(forward: Any, mode: str, **options: Any) -> GraphRunner:
     )
 
 
-def test_what_is_kept_between_captures_is_let_go():
+def test_tensors_of_eager_parts_that_were_freed_are_forgotten():
     doors = SideDoors()
     kept = doors.watched(lambda: torch.ones(4), (), {})
     assert doors.made
@@ -347,7 +349,9 @@ class HostContext(ForwardContext):
 
 
 @pytest.mark.parametrize("kind", [ForwardContext, HostContext])
-def test_a_context_is_as_it_was_after_the_capture(kind: type[ForwardContext]):
+def test_a_forward_context_keeps_its_class_and_attributes_after_a_capture(
+    kind: type[ForwardContext],
+):
     def forward(x: torch.Tensor) -> torch.Tensor:
         context = current_context()
         assert isinstance(context, kind)
@@ -371,7 +375,7 @@ def test_a_context_is_as_it_was_after_the_capture(kind: type[ForwardContext]):
     assert type(context) is kind
 
 
-def test_a_failed_capture_hands_the_metadata_back():
+def test_a_failed_capture_makes_the_contexts_metadata_readable_again():
     def forward(x: torch.Tensor) -> torch.Tensor:
         raise ValueError("boom")
 
@@ -382,7 +386,7 @@ def test_a_failed_capture_hands_the_metadata_back():
     assert context.metadata == 7
 
 
-def test_results_that_share_memory_may_be_read_and_not_written():
+def test_overlapping_results_of_an_eager_part_may_be_read_but_not_written():
     @eager_break
     def part(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         both = x * 2
@@ -410,7 +414,7 @@ def test_results_that_share_memory_may_be_read_and_not_written():
 
 
 @pytest.mark.parametrize("kind", [list, dict])
-def test_a_container_that_an_eager_part_changes_is_given_to_it_as_it_was(kind: Any):
+def test_an_eager_part_that_changes_its_container_gets_it_unchanged_at_each_replay(kind: Any):
     """Else the second step would find in it what the first one put there."""
     sizes: list[int] = []
 
@@ -433,7 +437,7 @@ def test_a_container_that_an_eager_part_changes_is_given_to_it_as_it_was(kind: A
 
 @pytest.mark.parametrize("first", [True, False], ids=["at the capture", "after it"])
 @pytest.mark.parametrize("by_name", [True, False])
-def test_a_container_of_numbers_that_an_eager_part_changes_is_given_to_it_as_it_was(by_name, first):
+def test_an_eager_part_that_changes_its_list_of_numbers_gets_it_unchanged(by_name, first):
     changes = [first]
 
     @eager_break
@@ -465,12 +469,12 @@ def test_a_container_of_numbers_that_an_eager_part_changes_is_given_to_it_as_it_
     ],
     ids=["leaves", "objects", "tuples", "a list", "a dict", "a list in a tuple", "a dataclass"],
 )
-def test_only_parts_that_are_given_containers_pay_for_copies_at_every_replay(given, copied):
+def test_only_arguments_that_hold_mutable_containers_are_copied_at_each_replay(given, copied):
     assert can_change(given, {}) is copied
     assert can_change((), dict(zip("abcdefg", given, strict=False))) is copied
 
 
-def test_a_task_that_is_given_what_left_by_a_side_door_is_refused():
+def test_a_task_given_a_tensor_that_an_eager_part_left_is_refused():
     kept: list[torch.Tensor] = []
     no_operator = UpdatableTask("attention", lambda *tensors, **_: None, {"length": HostArg(None)})
 
@@ -491,7 +495,7 @@ def test_a_task_that_is_given_what_left_by_a_side_door_is_refused():
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_compiled_functions_of_an_eager_part_take_part():
+def test_a_compiled_function_can_be_an_eager_part():
     compiled = torch.compile(lambda x: x * 2 + 1, backend=opaque)
     part = eager_break(compiled)
     x = torch.ones(4)
@@ -518,7 +522,7 @@ class Layers:
 
 
 @pytest.mark.parametrize("sizes", [[4], [2, 4]])
-def test_an_eager_part_that_reads_what_a_graph_made_without_being_given_it_is_refused(sizes):
+def test_an_eager_part_that_reads_a_graphs_tensor_through_an_attribute_is_refused(sizes):
     run = GraphRunner(
         Layers(),
         mode="PIECEWISE",
@@ -531,7 +535,7 @@ def test_an_eager_part_that_reads_what_a_graph_made_without_being_given_it_is_re
         run.capture()
 
 
-def test_what_an_operator_finds_by_a_name_is_no_more_given_than_what_a_part_finds():
+def test_an_eager_part_whose_operator_finds_a_graphs_tensor_by_name_is_refused():
     """Engines hand an operator the name of a layer."""
 
     @eager_break
@@ -559,7 +563,7 @@ def test_what_an_operator_finds_by_a_name_is_no_more_given_than_what_a_part_find
     ],
     ids=["set_", "there and back", "data", "unsqueeze_"],
 )
-def test_what_a_forward_does_to_the_result_of_an_eager_part_is_its_own(edit):
+def test_editing_an_eager_parts_result_in_place_gives_the_eager_values(edit):
     part = eager_break(lambda x: x + 1)
 
     def forward(x):
@@ -582,7 +586,7 @@ def test_what_a_forward_does_to_the_result_of_an_eager_part_is_its_own(edit):
 
 
 @pytest.mark.parametrize("part", [eager_break(lambda x: x), lambda x: x], ids=["part", "argument"])
-def test_the_shape_of_a_tensor_of_the_caller_is_not_changed_by_a_capture(part):
+def test_a_capture_that_reshapes_a_callers_tensor_in_place_is_refused(part):
     x = torch.rand(4)
     with pytest.raises(RefusedOpError, match="no replay repeats"):
         capture(lambda x: part(x).unsqueeze_(0) + 1, x)

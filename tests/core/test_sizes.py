@@ -60,7 +60,9 @@ VECTORS = [
 
 
 @pytest.mark.parametrize(("reqs", "q", "cap", "count", "largest"), VECTORS)
-def test_vllm_vectors(reqs: int, q: int, cap: int, count: int, largest: int) -> None:
+def test_default_sizes_have_the_count_and_maximum_of_vllm(
+    reqs: int, q: int, cap: int, count: int, largest: int
+) -> None:
     sizes = plan(reqs, q=q, cap=cap).general
     assert (len(sizes), sizes[-1]) == (count, largest)
 
@@ -73,27 +75,29 @@ def test_vllm_vectors(reqs: int, q: int, cap: int, count: int, largest: int) -> 
         (8, 3, [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40, 48]),
     ],
 )
-def test_vllm_lists(reqs: int, q: int, expected: list[int]) -> None:
+def test_default_sizes_equal_the_lists_of_vllm(reqs: int, q: int, expected: list[int]) -> None:
     assert list(plan(reqs, q=q).general) == expected
 
 
-def test_mixed_list_and_ladder_are_separate() -> None:
+def test_mixed_sizes_and_decode_sizes_are_separate_lists() -> None:
     sizes = plan(8, q=3)
     assert sizes.mixed == (1, 2, 4, 8, 16, 24, 32, 40, 48)
     assert sizes.decode == {3: (3, 6, 9, 18, 24)}
 
 
-def test_hundred_requests_are_a_size_of_their_own() -> None:
+def test_the_maximum_number_of_requests_is_itself_a_size() -> None:
     sizes = plan(100)
     assert 100 in sizes.mixed and sizes.decode[1][-1] == 100
 
 
-def test_token_budget_is_a_size() -> None:
+def test_max_num_tokens_is_the_last_of_the_mixed_sizes() -> None:
     assert plan(64, tokens=100).mixed[-2:] == (96, 100)
 
 
 @given(REQS, TOKENS, st.integers(1, 9), st.sampled_from([512, 1024]))
-def test_mixed_list_is_the_definition(reqs: int, tokens: int, q: int, cap: int) -> None:
+def test_mixed_sizes_equal_their_brute_force_definition(
+    reqs: int, tokens: int, q: int, cap: int
+) -> None:
     tokens = max(tokens, q)
     got = plan(reqs, tokens, q, cap)
     assert got.limit == min(reqs * q * 2, cap, tokens)
@@ -102,7 +106,9 @@ def test_mixed_list_is_the_definition(reqs: int, tokens: int, q: int, cap: int) 
 
 
 @given(REQS, TOKENS, st.lists(st.integers(1, 9), min_size=1, max_size=3))
-def test_ladder_is_the_definition(reqs: int, tokens: int, query_lens: list[int]) -> None:
+def test_decode_sizes_equal_their_brute_force_definition(
+    reqs: int, tokens: int, query_lens: list[int]
+) -> None:
     tokens = max(tokens, *query_lens)
     sizes = capture_sizes(max_num_reqs=reqs, max_num_tokens=tokens, query_lens=query_lens)
     for q, got in sizes.decode.items():
@@ -118,7 +124,7 @@ def mean_padding(sizes: CaptureSizes, q: int) -> float:
     return sum(padded) / sum(live) - 1
 
 
-def test_a_ladder_of_long_requests_pads_no_more_than_the_mixed_list() -> None:
+def test_decode_sizes_of_long_query_lengths_have_little_padding() -> None:
     assert plan(32, q=8).decode == {8: tuple(range(8, 257, 8))}
     assert mean_padding(plan(32, q=8), 8) == 0.0
     for reqs, q in ((32, 4), (64, 2), (64, 7), (100, 5)):
@@ -139,7 +145,7 @@ def assert_sizes(sizes: tuple[int, ...]) -> None:
 
 
 @given(REQS, TOKENS, QUERY_LENS, OWN, st.one_of(st.none(), st.integers(1, 2000)))
-def test_plan_properties(
+def test_capture_sizes_are_sorted_bounded_and_multiples_of_the_query_length(
     reqs: int, tokens: int, query_lens: list[int], own: list[int] | None, max_size: int | None
 ) -> None:
     tokens, own = possible(tokens, query_lens, own)
@@ -177,37 +183,37 @@ def own(sizes: list[int], reqs: int, q: int = 1, **kwargs: int) -> CaptureSizes:
     )  # fmt: skip
 
 
-def test_own_list_is_given_to_piecewise_as_it_is() -> None:
+def test_a_hosts_size_list_is_used_unchanged_for_piecewise() -> None:
     assert own([3, 7, 1000], reqs=64, q=4).mixed == (3, 7, 1000)
 
 
-def test_own_list_is_rounded_up_for_decode() -> None:
+def test_a_hosts_size_list_is_rounded_up_to_whole_decode_requests() -> None:
     assert own([1, 2, 4, 8, 14], reqs=3, q=4).decode[4] == (4, 8, 12)
 
 
-def test_full_decode_batch_is_added_to_an_own_list() -> None:
+def test_the_largest_decode_batch_is_added_to_a_hosts_size_list() -> None:
     assert own([96, 104], reqs=100).decode[1] == (96, 100)
     assert own([1, 2], reqs=100).decode[1] == (1, 2, 100)
 
 
-def test_max_size_keeps_the_full_decode_batch_out() -> None:
+def test_max_size_excludes_the_largest_decode_batch() -> None:
     assert own([1, 2], reqs=100, max_size=2).decode[1] == (1, 2)
 
 
-def test_larger_size_covers_a_full_decode_batch_above_the_limit() -> None:
+def test_a_hosts_larger_size_covers_the_largest_decode_batch_above_the_limit() -> None:
     sizes = own([4, 1000], reqs=700)
     assert sizes.limit == 512 and sizes.decode[1] == (4, 700)
 
 
-def test_own_list_rounds_no_further_than_the_token_budget() -> None:
+def test_rounding_a_hosts_size_list_stays_within_max_num_tokens() -> None:
     assert own([1, 8], reqs=4, q=3, tokens=8).decode[3] == (3, 6)
 
 
-def test_max_size_cuts_an_own_list() -> None:
+def test_max_size_cuts_a_hosts_size_list() -> None:
     assert own([1, 8, 64], reqs=64, max_size=10).mixed == (1, 8)
 
 
-def test_max_size_that_leaves_nothing() -> None:
+def test_a_max_size_below_all_sizes_is_refused() -> None:
     with pytest.raises(InvalidOptionError, match="max_size=4"):
         own([8, 16], reqs=64, max_size=4)
 
@@ -217,14 +223,14 @@ def test_max_size_replaces_the_default_limit() -> None:
     assert sizes.mixed[-1] == 64 and sizes.decode[1] == (1, 2, 4)
 
 
-def test_decode_above_the_limit_is_told_beforehand() -> None:
+def test_eager_range_gives_the_decode_batches_above_the_limit() -> None:
     large, small = plan(1024), plan(100)
     assert eager_range(large, descriptors_for("FULL_DECODE_ONLY", large), 1) == (513, 1024)
     first, last = eager_range(small, descriptors_for("FULL_DECODE_ONLY", small), 1)
     assert first > last
 
 
-def test_several_query_lengths() -> None:
+def test_each_of_several_query_lengths_gets_its_own_decode_sizes() -> None:
     sizes = Plan(max_num_reqs=8, max_num_tokens=BIG, query_lens=(4, 3, 4), platform="cpu").sizes
     assert sizes.limit == 64
     assert sizes.decode == {3: (3, 6, 9, 18, 24), 4: (4, 8, 16, 24, 32)}
@@ -248,19 +254,19 @@ def test_several_query_lengths() -> None:
         (5, "must be a list"),
     ],
 )
-def test_bad_sizes(sizes: object, message: str) -> None:
+def test_check_sizes_refuses_invalid_size_lists_with_advice(sizes: object, message: str) -> None:
     with pytest.raises(InvalidOptionError, match=message) as caught:
         check_sizes(sizes)  # type: ignore[arg-type]
     assert caught.value.advice
 
 
-def test_good_sizes_are_a_tuple() -> None:
+def test_check_sizes_returns_valid_sizes_as_a_tuple() -> None:
     assert check_sizes([1, 2, 5]) == (1, 2, 5)
 
 
 @pytest.mark.parametrize("bad", [0, -3, True, 2.5])
 @pytest.mark.parametrize("name", ["max_num_reqs", "max_num_tokens", "max_size"])
-def test_limits_must_be_positive(name: str, bad: object) -> None:
+def test_max_size_and_batch_limits_must_be_positive_integers(name: str, bad: object) -> None:
     limits: dict[str, Any] = {"max_num_reqs": 4, "max_num_tokens": 64, name: bad}
     with pytest.raises(InvalidOptionError, match=name):
         Plan(**limits)
@@ -288,25 +294,25 @@ def uniform(tokens: int, q: int) -> BatchDescriptor:
     return BatchDescriptor(tokens, tokens // q, uniform=True, query_len=q)
 
 
-def test_none_captures_nothing() -> None:
+def test_mode_none_has_no_graphs_to_capture() -> None:
     assert keys("NONE", plan(4)) == []
 
 
-def test_piecewise_keys_name_tokens_only() -> None:
+def test_piecewise_descriptors_have_tokens_and_no_requests() -> None:
     assert keys("piecewise", own([1, 6], reqs=4)) == [
         (PIECEWISE, BatchDescriptor(6)),
         (PIECEWISE, BatchDescriptor(1)),
     ]
 
 
-def test_full_keys_serve_any_batch() -> None:
+def test_full_mode_descriptors_are_not_uniform() -> None:
     assert keys("FULL", own([1, 6], reqs=4)) == [
         (FULL, BatchDescriptor(6, 4)),
         (FULL, BatchDescriptor(1, 1)),
     ]
 
 
-def test_decode_only_keys_are_uniform_for_every_query_length() -> None:
+def test_decode_only_descriptors_are_uniform_for_each_query_length() -> None:
     sizes = capture_sizes(max_num_reqs=2, max_num_tokens=64, query_lens=(1, 3))
     assert keys("FULL_DECODE_ONLY", sizes) == [
         (FULL, uniform(6, 3)),
@@ -316,13 +322,13 @@ def test_decode_only_keys_are_uniform_for_every_query_length() -> None:
     ]
 
 
-def test_full_and_piecewise_captures_pieces_first() -> None:
+def test_full_and_piecewise_lists_piecewise_descriptors_before_full_descriptors() -> None:
     got = keys("FULL_AND_PIECEWISE", plan(2))
     assert [mode for mode, _ in got] == [PIECEWISE] * 3 + [FULL] * 2
     assert [d.num_tokens for _, d in got] == [4, 2, 1, 2, 1]
 
 
-def test_loras_bounds_and_variants_multiply() -> None:
+def test_loras_bounds_and_variants_multiply_the_number_of_graphs() -> None:
     got = keys(
         "FULL_AND_PIECEWISE",
         own([4], reqs=4),
@@ -337,17 +343,17 @@ def test_loras_bounds_and_variants_multiply() -> None:
     assert [d.num_active_loras for d in full[4:8]] == [2] * 4
 
 
-def test_keys_are_not_repeated() -> None:
+def test_repeated_lora_counts_give_no_repeated_descriptors() -> None:
     assert len(keys("PIECEWISE", own([4], reqs=4), loras=(0, 0))) == 1
 
 
-def test_unknown_mode() -> None:
+def test_descriptors_for_an_unknown_mode_raise() -> None:
     with pytest.raises(InvalidModeError):
         descriptors_for("HALF", plan(2))
 
 
 @given(REQS, TOKENS, QUERY_LENS, OWN, st.sampled_from(list(GraphMode)))
-def test_each_graph_is_captured_once_pieces_before_full_and_large_before_small(
+def test_descriptors_are_unique_with_pieces_before_full_and_large_before_small(
     reqs: int, tokens: int, query_lens: list[int], own: list[int] | None, mode: GraphMode
 ) -> None:
     tokens, own = possible(tokens, query_lens, own)
