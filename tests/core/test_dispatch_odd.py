@@ -24,7 +24,7 @@ def ladder(**options: Any) -> GraphDispatcher:
 
 @pytest.mark.parametrize("integer", [numpy.int64, numpy.uint8, torch.tensor, numpy.array])
 @pytest.mark.parametrize("counts", [(3, 3, 1), (3, 2, None), (99, 3, None), (3, None, 7)])
-def test_integers_of_numpy_and_tensors_are_served_as_ints_are(integer, counts):
+def test_batch_counts_given_as_numpy_or_tensor_integers_dispatch_like_ints(integer, counts):
     odd = Batch(*(None if count is None else integer(count) for count in counts))
     dispatcher = ladder()
     for _ in range(2):
@@ -62,7 +62,7 @@ NONE_SUCH = [
 
 
 @pytest.mark.parametrize("values", NONE_SUCH, ids=str)
-def test_a_batch_that_cannot_be_is_a_named_error(values):
+def test_a_batch_with_fields_of_wrong_type_is_refused(values):
     dispatcher = ladder()
     dispatcher.dispatch(Batch(1))
     for ask in (dispatcher.dispatch, dispatcher.step):
@@ -87,7 +87,7 @@ def test_a_batch_that_cannot_be_is_a_named_error(values):
     ],
     ids=repr,
 )
-def test_what_is_no_batch_is_a_named_error(batch, published):
+def test_dispatching_an_object_that_is_no_valid_batch_raises(batch, published):
     dispatcher = ladder()
     if not published:
         dispatcher.withdraw_all()
@@ -97,14 +97,14 @@ def test_what_is_no_batch_is_a_named_error(batch, published):
             ask(batch)
 
 
-def test_bounds_of_an_array_are_bounds():
+def test_bounds_may_be_given_as_an_array_tensor_or_list():
     dispatcher = GraphDispatcher("FULL")
     dispatcher.publish(FULL, BatchDescriptor(4, bounds=numpy.array([64, 64])))
     assert dispatcher.dispatch(Batch(3, bounds=torch.tensor([3, 64]))).reason is Reason.HIT
     assert dispatcher.dispatch(Batch(3, bounds=[3, 65])).reason is Reason.NO_GRAPH
 
 
-def test_what_equals_a_remembered_batch_is_no_batch_either():
+def test_a_tuple_equal_to_a_remembered_batch_is_refused():
     dispatcher = ladder()
     for _ in range(2):
         assert dispatcher.dispatch(Batch(9)).reason is Reason.TOO_LARGE
@@ -113,7 +113,7 @@ def test_what_equals_a_remembered_batch_is_no_batch_either():
 
 
 @pytest.mark.parametrize("count", [0.0, -0.0, False])
-def test_a_lora_count_that_is_no_int_is_an_error_though_it_equals_a_remembered_one(count):
+def test_a_lora_count_of_wrong_type_is_refused_though_it_equals_zero(count):
     dispatcher = ladder()
     assert dispatcher.dispatch(Batch(3)).reason is Reason.HIT
     with pytest.raises(InvalidBatchError, match="num_active_loras"):
@@ -122,14 +122,14 @@ def test_a_lora_count_that_is_no_int_is_an_error_though_it_equals_a_remembered_o
 
 
 @pytest.mark.parametrize("change", [{"num_tokens": 9.0}, {"num_tokens": "3"}, {"query_len": 2.5}])
-def test_a_batch_that_is_made_of_another_one_is_checked_too(change):
+def test_batch_replace_checks_the_new_fields(change):
     with pytest.raises(InvalidBatchError):
         Batch(9)._replace(**change)
     assert type(Batch(9)._replace(num_tokens=numpy.int64(4)).num_tokens) is int
 
 
 @pytest.mark.parametrize("tokens", [0, -3])
-def test_an_empty_batch_stays_one_whatever_ranks_agree_on(tokens):
+def test_an_empty_batch_is_refused_even_with_an_agreed_graph(tokens):
     dispatcher = ladder()
     for _ in range(2):
         assert dispatcher.dispatch(Batch(3), agreed=BatchDescriptor(4)).descriptor.num_tokens == 4
@@ -142,7 +142,7 @@ def test_an_empty_batch_stays_one_whatever_ranks_agree_on(tokens):
     [{FULL}, frozenset({FULL}), [FULL], (FULL,), {FULL: 1}, {"full"}, ["FULL", GraphMode.NONE]],
     ids=repr,
 )
-def test_modes_are_excluded_by_any_collection(exclude):
+def test_exclude_accepts_any_collection_of_modes_or_mode_names(exclude):
     dispatcher = ladder()
     for _ in range(2):
         assert dispatcher.dispatch(Batch(3, 3, 1, exclude=exclude)).mode is PIECEWISE
@@ -155,7 +155,7 @@ def test_modes_are_excluded_by_any_collection(exclude):
         iter([FULL]),
     ],
 )
-def test_what_excludes_no_runtime_modes_is_a_named_error(exclude):
+def test_an_exclude_that_is_no_collection_of_runtime_modes_raises(exclude):
     dispatcher = ladder()
     dispatcher.dispatch(Batch(3, exclude=frozenset({FULL})))
     with pytest.raises(InvalidModeError):
@@ -163,7 +163,7 @@ def test_what_excludes_no_runtime_modes_is_a_named_error(exclude):
 
 
 @pytest.mark.parametrize("agreed", [8, "8", (8, 8), tuple(BatchDescriptor(8)), Batch(8), FULL])
-def test_ranks_agree_on_a_graph(agreed):
+def test_an_agreed_graph_that_is_no_descriptor_is_refused(agreed):
     dispatcher = ladder()
     for _ in range(2):
         dispatcher.dispatch(Batch(3), agreed=BatchDescriptor(8))
@@ -173,14 +173,14 @@ def test_ranks_agree_on_a_graph(agreed):
 
 
 @pytest.mark.parametrize("ratio", ["x", -1, 0.5, float("nan"), float("inf"), True])
-def test_a_graph_cannot_have_fewer_tokens_than_its_batch(ratio):
+def test_a_max_padding_below_one_or_of_wrong_type_is_refused(ratio):
     with pytest.raises(InvalidOptionError, match="max_padding"):
         GraphDispatcher("FULL", max_padding=ratio)
     with pytest.raises(InvalidOptionError, match="max_padding"):
         GraphOptions(max_padding=ratio)
 
 
-def test_graphs_are_published_by_the_name_of_their_mode():
+def test_the_dispatcher_accepts_the_mode_of_a_graph_as_a_name():
     dispatcher = GraphDispatcher("FULL")
     slot = dispatcher.reserve("full", BatchDescriptor(4))
     assert dispatcher.publish("FULL", BatchDescriptor(4)).slot == slot
@@ -191,14 +191,14 @@ def test_graphs_are_published_by_the_name_of_their_mode():
 
 @pytest.mark.parametrize("name", ["reserve", "publish", "withdraw"])
 @pytest.mark.parametrize("mode", [GraphMode.NONE, "FULL_AND_PIECEWISE", "FULL_DECODE_ONLY", "x", 5])
-def test_a_graph_of_no_runtime_mode_is_refused(name, mode):
+def test_the_dispatcher_refuses_graphs_of_a_mode_that_is_no_runtime_mode(name, mode):
     with pytest.raises(InvalidModeError):
         getattr(GraphDispatcher("FULL"), name)(mode, BatchDescriptor(4))
 
 
 @pytest.mark.parametrize("name", ["reserve", "publish", "withdraw"])
 @pytest.mark.parametrize("descriptor", [4, None, (4, 4), Batch(4)])
-def test_what_names_no_graph_is_refused(name, descriptor):
+def test_the_dispatcher_refuses_graphs_named_by_no_descriptor(name, descriptor):
     with pytest.raises(InvalidBatchError, match="descriptor"):
         getattr(GraphDispatcher("FULL"), name)(FULL, descriptor)
 
@@ -227,12 +227,12 @@ def test_what_names_no_graph_is_refused(name, descriptor):
     ],
     ids=str,
 )
-def test_a_descriptor_that_no_graph_can_have_is_a_named_error(arguments):
+def test_a_descriptor_with_fields_of_wrong_type_or_value_is_refused(arguments):
     with pytest.raises(InvalidBatchError):
         BatchDescriptor(**arguments)
 
 
-def test_descriptors_from_other_sequences_and_flags_are_equal():
+def test_descriptors_from_lists_and_numpy_values_equal_plain_descriptors():
     plain = BatchDescriptor(4, 4, uniform=True, query_len=1, bounds=(8,))
     odd = BatchDescriptor(4, 4, uniform=numpy.bool_(True), query_len=1, bounds=[numpy.int64(8)])
     assert odd == plain and hash(odd) == hash(plain)

@@ -40,7 +40,7 @@ VALUES = [2**40, 0.1, "text", b"bytes", (1, ("a", None)), 1 + 2j, numpy.arange(3
 
 
 @pytest.mark.parametrize("value", VALUES, ids=repr)
-def test_a_value_may_be_made_anew_at_every_step(value):
+def test_an_eager_part_may_return_an_equal_new_value_at_every_step(value):
     run = runner(lambda: copy.deepcopy(value) if isinstance(value, numpy.ndarray) else same(value))
     assert torch.equal(run(x=torch.ones(2, 4)), torch.full((2, 4), 4.0))
 
@@ -51,7 +51,7 @@ def same(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("value", [numpy.array([1.0, numpy.nan]), float("nan")], ids=repr)
-def test_the_same_object_is_the_same_value_though_it_does_not_equal_itself(value):
+def test_an_eager_part_may_return_the_same_nan_object_at_every_step(value):
     run = runner(lambda: value)
     assert torch.equal(run(x=torch.ones(2, 4)), torch.full((2, 4), 4.0))
 
@@ -59,7 +59,7 @@ def test_the_same_object_is_the_same_value_though_it_does_not_equal_itself(value
 @pytest.mark.parametrize(
     ("first", "later"), [(3, 4), (3, 3.0), ("a", "b"), (0.0, -0.0), ((1, 2), (1, 3))], ids=repr
 )
-def test_another_value_than_at_capture_is_named(first, later):
+def test_an_eager_part_that_returns_another_plain_value_than_at_capture_raises(first, later):
     values = [first]
     run = runner(lambda: values[-1])
     values.append(later)
@@ -68,7 +68,7 @@ def test_another_value_than_at_capture_is_named(first, later):
 
 
 @pytest.mark.parametrize("shape", [(4,), (2, 4), (1, 1)], ids=str)
-def test_a_result_whose_elements_share_memory_is_followed(shape):
+def test_an_expanded_result_of_an_eager_part_has_eager_values_in_replays(shape):
     part = eager_break(lambda x: (x.sum() + 1).expand(shape))
     run = captured(lambda x: x + part(x).sum())
     for value in (1.0, 3.0):
@@ -76,7 +76,7 @@ def test_a_result_whose_elements_share_memory_is_followed(shape):
         assert torch.equal(run(x=x), x + (8 * value + 1) * torch.ones(shape).sum())
 
 
-def test_results_of_one_place_share_memory_of_the_largest():
+def test_results_at_the_same_break_share_a_buffer_of_the_largest_size():
     bridges, large = Bridges(), torch.ones(3, 8)
     first = bridges.buffer((0, 0), large)
     assert first.untyped_storage().nbytes() == large.nbytes
@@ -87,7 +87,7 @@ def test_results_of_one_place_share_memory_of_the_largest():
     assert bridges.buffer((0, 0), torch.ones(4, 8)).data_ptr() != first.data_ptr()
 
 
-def test_a_tensor_that_a_marked_function_stores_is_read_in_a_full_graph_and_refused_in_pieces():
+def test_a_tensor_stored_by_an_eager_part_is_allowed_in_full_but_refused_piecewise():
     held: list[torch.Tensor] = []
 
     @eager_break
@@ -106,7 +106,7 @@ def test_a_tensor_that_a_marked_function_stores_is_read_in_a_full_graph_and_refu
         captured(forward)
 
 
-def test_a_tensor_of_tensors_is_followed_to_those_that_hold_its_memory():
+def test_a_wrapper_subclass_stored_by_an_eager_part_is_refused_by_its_inner_tensors():
     held: list[TwoTensor] = []
 
     @eager_break
@@ -129,13 +129,13 @@ TRANSFORMS = [torch.vmap, torch.func.functionalize, lambda f: lambda x: torch.fu
 
 @pytest.mark.parametrize("warmups", [0, 1])
 @pytest.mark.parametrize("transform", TRANSFORMS, ids=["vmap", "functionalize", "vjp"])
-def test_an_eager_part_inside_of_a_transform_is_refused(transform, warmups):
+def test_an_eager_part_inside_a_torch_func_transform_is_refused(transform, warmups):
     part = eager_break(lambda x: x + 1)
     with pytest.raises(CaptureError, match="inside of a transform"):
         captured(lambda x: transform(part)(x * 2), options=GraphOptions(warmups=warmups))
 
 
-def test_an_eager_part_may_contain_a_transform_of_an_eager_part():
+def test_an_eager_part_may_run_vmap_over_another_eager_part():
     inner = eager_break(lambda x: x + 1)
     outer = eager_break(lambda x: torch.vmap(inner)(x))
     run = captured(lambda x: outer(x * 2))
@@ -184,7 +184,7 @@ REFUSED = {
 }
 
 
-def test_autocast_around_an_eager_part_is_on_in_it_at_replays_and_off_after_an_error():
+def test_replays_enter_autocast_around_an_eager_part_and_leave_it_after_an_error():
     def settings() -> bool:
         return torch.is_autocast_enabled("cpu")
 
@@ -227,7 +227,7 @@ def _on_meta(part: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_setting_around_an_eager_part_that_a_replay_does_not_enter_is_refused(name):
+def test_torch_settings_around_an_eager_part_that_replays_cannot_enter_are_refused(name):
     part = eager_break(lambda x: x + 1)
 
     def forward(x):
@@ -244,7 +244,7 @@ def test_a_setting_around_an_eager_part_that_a_replay_does_not_enter_is_refused(
         assert torch.equal(captured(lambda x: part(x) * 2)(x=x), torch.full((2, 4), 4.0))
 
 
-def test_a_part_that_returned_one_tensor_twice_may_return_two_later():
+def test_an_eager_part_that_returned_a_tensor_twice_may_return_two_tensors_later():
     """Both had one place in the graph: its first reader read the second result."""
 
     @eager_break
@@ -262,7 +262,7 @@ def test_a_part_that_returned_one_tensor_twice_may_return_two_later():
         assert all(map(torch.equal, outputs, forward(x)))
 
 
-def test_a_part_that_returned_an_argument_may_not_return_its_conjugate():
+def test_an_eager_part_that_returned_its_argument_may_not_return_its_conjugate_later():
     """It lies at the same place: readers in the graph would take the argument for it."""
     part = eager_break(lambda x: x.conj() if bool((x.real > 0).all()) else x)
     inputs = {"x": InputSpec(torch.complex64, ("tokens", 4))}
@@ -273,7 +273,7 @@ def test_a_part_that_returned_an_argument_may_not_return_its_conjugate():
         run(x=-x)
 
 
-def test_what_a_part_returns_twice_is_not_written_in_a_graph():
+def test_a_graph_that_writes_a_tensor_an_eager_part_returned_twice_is_refused():
     def twice(x):
         y = x + 1
         return y, y

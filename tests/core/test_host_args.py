@@ -35,7 +35,7 @@ TOKENS, REQS = 8, 4
         (HostArg(None), "BSND", "BSND"),
     ],
 )
-def test_values_are_padded_to_the_graph(arg, value, expected):
+def test_host_argument_values_are_padded_to_the_graphs_size(arg, value, expected):
     assert arg.fitted("lengths", value, TOKENS, REQS) == expected
 
 
@@ -52,7 +52,7 @@ def test_values_are_padded_to_the_graph(arg, value, expected):
         (HostArg("reqs+1"), [1] * 6),
     ],
 )
-def test_values_that_do_not_fit_are_named_errors(arg, value):
+def test_host_argument_values_that_do_not_fit_the_graph_raise(arg, value):
     with pytest.raises(InvalidUpdateError, match="lengths"):
         arg.fitted("lengths", value, TOKENS, REQS)
 
@@ -80,14 +80,14 @@ def test_padding_requests_of_a_uniform_graph_have_its_query_length():
 
 
 @pytest.mark.parametrize("value", [[1, 4], [3], [2, 3], [1], [2, 4, 6, 7]])
-def test_no_request_of_a_uniform_graph_gets_more_than_its_query_length(value):
+def test_cumulative_lengths_beyond_a_uniform_graphs_query_length_are_refused(value):
     """Four of two tokens: what does not add up would be given to a request of the padding."""
     arg = HostArg("reqs", "cumulative")
     with pytest.raises(InvalidUpdateError, match="add up"):
         arg.fitted("lengths", value, 8, 4, query_len=2)
 
 
-def test_bounds_that_no_value_can_meet_are_refused():
+def test_a_host_argument_with_least_above_most_is_refused():
     with pytest.raises(InvalidOptionError, match=r"least=5, most=1[\s\S]*least=1, most=5"):
         HostArg(least=5, most=1)
     assert HostArg(least=5, most=5).most == 5
@@ -119,7 +119,7 @@ LIVE = Batch(5, 3)
         (HostArg("reqs"), torch.empty(3, dtype=torch.int64, device="meta"), "on the host"),
     ],
 )
-def test_values_that_are_wrong_for_the_batch_are_named_errors(arg, value, text):
+def test_host_argument_values_that_contradict_the_batch_raise(arg, value, text):
     with pytest.raises(InvalidUpdateError, match=text):
         arg.fitted("lengths", value, TOKENS, REQS, live=LIVE)
 
@@ -134,11 +134,11 @@ def test_values_that_are_wrong_for_the_batch_are_named_errors(arg, value, text):
         (HostArg("tokens"), [3] * 5, [3] * 5 + [0] * 3),
     ],
 )
-def test_values_of_the_batch_pass(arg, value, expected):
+def test_host_argument_values_that_match_the_batch_are_accepted(arg, value, expected):
     assert arg.fitted("lengths", value, TOKENS, REQS, live=LIVE) == expected
 
 
-def test_cumulative_lengths_of_any_number_of_requests_must_end_at_the_tokens():
+def test_cumulative_lengths_must_end_at_the_number_of_tokens():
     arg = HostArg("reqs", "cumulative")
     assert arg.fitted("lengths", [2, 8], TOKENS, None) == [2, 8]
     with pytest.raises(InvalidUpdateError, match="add up"):
@@ -157,7 +157,7 @@ def resolve(updates, *, tasks=3, all_known=True):
     return TaskTable(captured).values(context, all_known=all_known)
 
 
-def test_a_group_is_fitted_once_for_all_of_its_layers():
+def test_tasks_of_a_group_share_the_same_fitted_values():
     values = resolve({"attention": {"lengths": [1]}})
     assert values == [{"lengths": [1, 0]}] * 3
     assert values[0] is values[1] is values[2]
@@ -166,7 +166,7 @@ def test_a_group_is_fitted_once_for_all_of_its_layers():
     assert own[0] is own[2]
 
 
-def test_an_optional_argument_may_be_left_out():
+def test_an_optional_host_argument_may_be_left_out():
     spec = UpdatableTask(
         "attention", print, {"lengths": HostArg("reqs"), "splits": HostArg(None, optional=True)}
     )
@@ -177,13 +177,13 @@ def test_an_optional_argument_may_be_left_out():
             spec.values_for("layer.0", {"attention": own})
 
 
-def test_updates_without_values_are_told_by_their_name():
+def test_worst_case_as_updates_raises_with_its_name():
     with pytest.raises(MissingUpdateError, match="got: WORST_CASE"):
         resolve(WORST_CASE)
     assert repr(UNCHANGED) == "UNCHANGED"
 
 
-def test_equal_updates_resolve_to_nothing():
+def test_updates_equal_to_the_captured_values_resolve_to_none():
     assert resolve({"attention": {"lengths": (0,)}}) is None
     assert resolve(UNCHANGED) is None
     assert resolve({f"layer.{place}": {"lengths": [0]} for place in range(3)}) is None
@@ -201,7 +201,7 @@ def test_equal_updates_resolve_to_nothing():
         ([1, 2.0], [1, 2.0], False),
     ],
 )
-def test_a_scalar_that_an_operator_may_tell_apart_is_a_change(was, now, changes):
+def test_an_equal_scalar_of_another_type_or_sign_counts_as_a_change(was, now, changes):
     spec = UpdatableTask("scale", print, {"by": HostArg(None)})
     tasks = [CapturedTask(spec, f"layer.{place}", None, (), {}, {"by": was}) for place in range(2)]
     for updates in ({"scale": {"by": now}}, {f"layer.{place}": {"by": now} for place in range(2)}):
@@ -224,17 +224,17 @@ def test_a_scalar_that_an_operator_may_tell_apart_is_a_change(was, now, changes)
         ({"attention": {"lengths": [1, 2, 3]}}, InvalidUpdateError, "3"),
     ],
 )
-def test_updates_that_do_not_fit_are_named_errors(updates, error, text):
+def test_missing_unknown_or_malformed_updates_raise(updates, error, text):
     with pytest.raises(error, match=text):
         resolve(updates)
 
 
-def test_a_piece_takes_what_is_its_own():
+def test_a_piece_ignores_updates_of_tasks_in_other_pieces():
     updates = {"attention": {"lengths": [1]}, "mlp": {}}
     assert resolve(updates, all_known=False) == [{"lengths": [1, 0]}] * 3
 
 
-def test_tasks_of_several_declarations_keep_their_order():
+def test_updates_for_tasks_of_two_groups_keep_the_task_order():
     specs = [UpdatableTask(group, print, {"n": HostArg(None)}) for group in ("a", "b")]
     captured = [
         CapturedTask(specs[place % 2], f"layer.{place}", None, (), {}, {"n": 0})
@@ -257,7 +257,7 @@ def test_tasks_of_several_declarations_keep_their_order():
         resolved({"a": {"n": 1}})
 
 
-def test_tasks_of_two_declarations_may_have_one_name():
+def test_two_tasks_of_the_same_name_are_padded_by_their_own_declarations():
     specs = [
         UpdatableTask("attention", print, {"n": HostArg("reqs", pad)}) for pad in ("zero", "repeat")
     ]

@@ -50,7 +50,7 @@ def wrapper_in(pool: GraphPool, options: GraphOptions = LAZY) -> GraphWrapper:
 
 
 @pytest.mark.parametrize("mode", ["FULL", " full "])
-def test_a_mode_of_a_step_may_be_its_name(mode):
+def test_a_forward_context_accepts_its_mode_as_a_name(mode):
     wrapper, x = wrapper_in(GraphPool("cpu")), torch.zeros(4)
     context = ForwardContext(mode, D)
     assert context.mode is FULL and repr(context) == "ForwardContext(FULL, 4 tokens)"
@@ -62,12 +62,12 @@ def test_a_mode_of_a_step_may_be_its_name(mode):
 @pytest.mark.parametrize(
     "mode", ["FULLY", "FULL_AND_PIECEWISE", GraphMode.FULL_DECODE_ONLY, 3, None]
 )
-def test_a_mode_that_no_step_can_run_in_is_refused(mode):
+def test_a_forward_context_refuses_a_mode_that_is_no_runtime_mode(mode):
     with pytest.raises(InvalidModeError):
         ForwardContext(mode, D)
 
 
-def test_a_descriptor_that_is_none_is_refused_where_it_is_captured():
+def test_capturing_under_a_context_whose_descriptor_is_an_int_is_refused():
     pool = GraphPool("cpu")
     wrapper, x = wrapper_in(pool), torch.zeros(4)
     with ForwardContext(FULL, 4) as context, pytest.raises(InvalidOptionError, match="descriptor"):
@@ -78,7 +78,7 @@ def test_a_descriptor_that_is_none_is_refused_where_it_is_captured():
         assert wrapper(x).tolist() == [1] * 4
 
 
-def test_what_reads_a_context_has_to_be_callable():
+def test_a_wrapper_refuses_a_read_context_that_is_not_callable():
     with pytest.raises(InvalidOptionError, match="read_context"):
         GraphWrapper(plus_one, FULL, pool=GraphPool("cpu"), read_context=5)
 
@@ -86,7 +86,7 @@ def test_what_reads_a_context_has_to_be_callable():
 # Moving -----------------------------------------------------------------------------------------
 
 
-def test_a_wrapper_that_leaves_a_pool_in_its_session_is_sealed_by_its_end():
+def test_a_wrapper_moved_to_another_pool_during_a_session_ends_up_sealed():
     one, other = GraphPool("cpu"), GraphPool("cpu")
     wrapper = wrapper_in(one)
     with one.capture_session():
@@ -101,13 +101,13 @@ def test_a_wrapper_that_leaves_a_pool_in_its_session_is_sealed_by_its_end():
     assert wrapper.sealed
 
 
-def test_moving_without_sessions_seals_nothing():
+def test_move_to_outside_of_a_session_does_not_seal_the_wrapper():
     wrapper = wrapper_in(GraphPool("cpu"))
     wrapper.move_to(GraphPool("cpu"))
     assert not wrapper.sealed
 
 
-def test_a_wrapper_with_graphs_may_be_moved_to_where_it_is():
+def test_a_wrapper_with_graphs_may_move_only_to_its_own_pool():
     pool = GraphPool("cpu")
     wrapper = wrapper_in(pool)
     with pool.capture_session():
@@ -121,13 +121,13 @@ def test_a_wrapper_with_graphs_may_be_moved_to_where_it_is():
 
 
 @pytest.mark.parametrize("pool", [None, 3, "cpu"])
-def test_a_wrapper_is_moved_to_pools_alone(pool):
+def test_move_to_refuses_an_argument_that_is_no_pool(pool):
     wrapper = wrapper_in(GraphPool("cpu"))
     with pytest.raises(InvalidOptionError, match="'pool'"):
         wrapper.move_to(pool)
 
 
-def test_a_wrapper_is_not_moved_to_a_closed_pool():
+def test_move_to_refuses_a_closed_pool():
     own, closed = GraphPool("cpu"), GraphPool("cpu")
     closed.close()
     wrapper = wrapper_in(own)
@@ -141,25 +141,25 @@ def test_a_wrapper_is_not_moved_to_a_closed_pool():
 
 
 @pytest.mark.parametrize("device", ["nope", "", -1, 1, 3, "cpu:1", True, object(), 1.5, 10**30])
-def test_a_device_that_there_is_not_is_named(device):
+def test_a_pool_with_an_invalid_device_raises(device):
     with pytest.raises(InvalidOptionError, match="device"):
         GraphPool("cpu", device=device)
 
 
 @pytest.mark.parametrize("device", [None, 0, "cpu", "cpu:0", torch.device("cpu", 0)])
-def test_one_device_may_be_meant_by_its_kind_or_the_first_index(device):
+def test_a_cpu_pool_accepts_every_spelling_of_the_cpu_device(device):
     assert GraphPool("cpu", device=device).device == torch.device("cpu")
 
 
 @pytest.mark.parametrize("platform", [3, True, object(), CpuPlatform])
-def test_a_pool_is_on_a_platform(platform):
+def test_a_pool_or_wrapper_class_of_a_non_platform_raises(platform):
     with pytest.raises(InvalidOptionError, match="'platform'"):
         GraphPool(platform)
     with pytest.raises(InvalidOptionError, match="'platform'"):
         wrapper_class(platform)
 
 
-def test_a_hook_that_is_none_is_named_at_the_first_capture():
+def test_an_on_capture_hook_that_is_not_callable_raises_at_the_first_capture():
     pool = GraphPool("cpu")
     pool.on_capture = 3
     with pytest.raises(InvalidOptionError, match="on_capture"), ForwardContext(FULL, D):
@@ -183,7 +183,7 @@ TAKERS = {
 
 @pytest.mark.parametrize("take", TAKERS.values(), ids=TAKERS)
 @pytest.mark.parametrize("version", [99, 0, None])
-def test_a_platform_of_another_contract_is_refused_wherever_it_is_given(version, take):
+def test_a_platform_of_another_contract_version_is_refused(version, take):
     class Other(CpuPlatform):
         contract_version = version
 
@@ -191,7 +191,7 @@ def test_a_platform_of_another_contract_is_refused_wherever_it_is_given(version,
         take(Other())
 
 
-def test_a_saved_plan_is_loaded_for_no_platform_of_another_contract(tmp_path):
+def test_loading_a_plan_for_a_platform_of_another_contract_version_raises(tmp_path):
     class Other(CpuPlatform):
         contract_version = 99
 
@@ -210,7 +210,7 @@ def plus_one_of(sizes: list[int]) -> GraphRunner:
     return runner
 
 
-def test_a_batch_is_padded_to_no_graph_that_is_smaller():
+def test_run_padded_eagerly_refuses_a_graph_smaller_than_the_batch():
     """Its rows would be written behind those of the graph, into whatever lies there."""
     runner = plus_one_of([2, 4])
     small = runner.dispatcher.dispatch(Batch(2, 2))
@@ -220,7 +220,7 @@ def test_a_batch_is_padded_to_no_graph_that_is_smaller():
     assert torch.equal(out, torch.full((1, 4), 2.0))
 
 
-def test_the_dispatch_of_another_runner_is_none():
+def test_run_padded_eagerly_refuses_the_dispatch_of_another_runner():
     """Its slot is that of another size here."""
     runner, other = plus_one_of([2, 4]), plus_one_of([4, 8])
     dispatch = other.dispatcher.dispatch(Batch(4, 4))
@@ -238,7 +238,7 @@ def verified(runner: GraphRunner, batch: Batch, values: Any, updates: Any) -> An
 
 
 @pytest.mark.parametrize("call", [padded_eagerly, verified])
-def test_nobody_means_the_updates_of_a_failed_call_by_unchanged(call):
+def test_unchanged_after_a_failed_call_with_updates_is_refused(call):
     task = UpdatableTask(
         "scale",
         lambda x, out, *, by: torch.mul(x, by, out=out),

@@ -216,7 +216,7 @@ def interrupt(kind: str, call: Callable[[Callable[[], Any]], Any]) -> bool:
 @pytest.mark.draws
 @pytest.mark.parametrize("lines", [False, True], ids=["signals", "lines"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_interrupt_at_any_place_leaves_all_usable(kind, lines):
+def test_after_an_interrupt_at_any_line_or_opcode_the_runner_still_works(kind, lines):
     interrupt(kind, lambda function: function())  # what the first run caches is no place later
     every = interrupts.Places(lines=lines)
     interrupt(kind, every)
@@ -235,7 +235,7 @@ def test_an_interrupt_at_any_place_leaves_all_usable(kind, lines):
 
 @pytest.mark.parametrize("lines", [False, True], ids=["signals", "lines"])
 @pytest.mark.parametrize("depth", [0, 1])
-def test_an_interrupt_at_every_place_leaves_autocast_as_it_was(depth, lines):
+def test_an_interrupt_while_capture_settings_change_restores_autocast(depth, lines):
     """Once more often entered than left, autocast keeps its casts of weights until the process
     ends: all tests of autocast failed after one such interrupt."""
 
@@ -261,7 +261,7 @@ def test_an_interrupt_at_every_place_leaves_autocast_as_it_was(depth, lines):
 
 
 @pytest.mark.parametrize("line", range(6))
-def test_axes_that_an_interrupted_recapture_forgot_are_found_again(line):
+def test_output_axes_forgotten_by_an_interrupted_recapture_are_found_again(line):
     """Before each line of what forgets them: too few of all places for chance to find."""
     seen = 0
 
@@ -290,7 +290,7 @@ def test_axes_that_an_interrupted_recapture_forgot_are_found_again(line):
 
 @pytest.mark.draws
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_interrupt_at_any_time_leaves_all_usable(kind):
+def test_after_a_signal_at_any_time_the_runner_still_works(kind):
     rng = random.Random(f"{SEED} {kind}")
     interrupt(kind, lambda function: function())
     _, function = KINDS[kind]()

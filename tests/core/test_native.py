@@ -38,24 +38,24 @@ raise SystemExit(code)
 
 # Where it is built, these run with it as ordinary tests.
 @pytest.mark.long
-def test_the_tests_of_fetched_inputs_pass_with_it(built: Path) -> None:
+def test_the_tests_of_fetched_inputs_pass_with_the_compiled_extension(built: Path) -> None:
     tests = [ROOT / "tests" / "core" / name for name in FETCHED]
     assert int(run(PLUGIN, *tests, built).rpartition("slots:")[2]) > 1000
 
 
 @pytest.mark.long
-def test_the_tests_of_watched_dicts_and_glances_pass_with_it(built: Path) -> None:
+def test_the_tests_of_watched_dicts_pass_with_the_compiled_extension(built: Path) -> None:
     assert " passed" in run(PLUGIN, ROOT / "tests" / "core" / "test_dict_watch.py", built)
 
 
-def test_it_is_built_by_default_and_not_where_it_is_switched_off(
+def test_the_extension_is_built_by_default_but_not_with_graphrt_native_0(
     built: Path, tmp_path: Path
 ) -> None:
     assert [path.name for path in build(tmp_path / "default", {})] == [built.name]
     assert build(tmp_path / "off", {"GRAPHRT_NATIVE": "0"}) == []
 
 
-def test_without_a_compiler_it_is_left_out_with_a_line(tmp_path: Path) -> None:
+def test_without_a_compiler_the_extension_is_skipped_with_a_log_line(tmp_path: Path) -> None:
     pytest.importorskip("setuptools", minversion="77")
     libraries, said = built_by(tmp_path, {"CC": str(tmp_path / "no-compiler")})
     assert libraries == []
@@ -70,7 +70,7 @@ print(f"{NativePath is None}: {native_state}")
 """
 
 
-def test_where_it_was_not_built_it_is_said_how_it_will_be(tmp_path: Path) -> None:
+def test_a_package_without_the_extension_says_how_to_build_it(tmp_path: Path) -> None:
     left_out = shutil.ignore_patterns("__pycache__", "*.so")
     shutil.copytree(ROOT / "graphrt", tmp_path / "graphrt", ignore=left_out)
     environ = os.environ | {"PYTHONPATH": str(tmp_path), "GRAPHRT_NATIVE": ""}
@@ -79,7 +79,7 @@ def test_where_it_was_not_built_it_is_said_how_it_will_be(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("changed", [None, "native/path.c", "graphrt/core/runner/engine.py"])
-def test_a_build_of_other_sources_is_left_out(
+def test_an_extension_built_from_other_sources_is_not_used(
     built: Path, tmp_path: Path, changed: str | None
 ) -> None:
     for name in ("native", "graphrt"):
@@ -103,7 +103,7 @@ def test_a_build_of_other_sources_is_left_out(
             assert lines[1].startswith("True: it was built from other sources")
 
 
-def test_what_it_was_made_from_is_there() -> None:
+def test_the_package_computes_both_source_fingerprints_of_the_extension() -> None:
     names = fingerprints(ROOT / "graphrt")
     assert {*names} == {"TWINS", "SOURCES"}
 
@@ -158,7 +158,7 @@ print("writers:", written)
 """
 
 
-def test_random_steps_leave_the_same_with_it_and_without(built: Path) -> None:
+def test_random_steps_have_equal_outputs_with_and_without_the_extension(built: Path) -> None:
     assert int(run(RANDOM_STEPS, built).rpartition("writers:")[2]) > 20
 
 
@@ -268,5 +268,5 @@ assert dies() is None
 """
 
 
-def test_wrong_calls_raise_and_write_nothing(built: Path) -> None:
+def test_wrong_calls_of_the_compiled_writer_raise_and_write_no_slot(built: Path) -> None:
     run(WRONG, built)

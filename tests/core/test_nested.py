@@ -37,7 +37,7 @@ def served(captured: Any, count: int, value: float = 1.0, **more: Any) -> torch.
 @pytest.mark.parametrize("shared", [False, True], ids=["own-pool", "one-pool"])
 @pytest.mark.parametrize("lazy", [False, True], ids=["captured", "lazy"])
 @pytest.mark.parametrize("outputs", ["pool", "static", "clone"])
-def test_a_runner_inside_a_forward_follows_the_inputs_of_every_step(mode, shared, lazy, outputs):
+def test_replays_of_an_outer_graph_recompute_its_inner_runner(mode, shared, lazy, outputs):
     pool = GraphPool("cpu")
     options = GraphOptions(lazy=lazy, outputs=outputs)
     inner = runner(lambda x: x * 10, pool=pool if shared else None, options=options)
@@ -53,7 +53,7 @@ def test_a_runner_inside_a_forward_follows_the_inputs_of_every_step(mode, shared
     assert inner.last_dispatch.reason is Reason.HIT
 
 
-def test_only_the_outer_graph_is_captured_of_a_lazy_inner_runner():
+def test_a_lazy_inner_runner_captures_no_graph_inside_an_outer_capture():
     inner = runner(lambda x: x * 10, options=LAZY)
     outer = runner(lambda x: inner(x=x) + x)
     outer.capture()
@@ -61,7 +61,7 @@ def test_only_the_outer_graph_is_captured_of_a_lazy_inner_runner():
     assert not inner.dispatcher.published
 
 
-def test_a_runner_in_an_eager_part_replays_as_itself():
+def test_a_runner_called_in_an_eager_part_replays_its_own_graph():
     seen = []
 
     def note(x):
@@ -87,7 +87,7 @@ def test_a_runner_in_an_eager_part_replays_as_itself():
     assert inner.last_dispatch.reason is Reason.HIT
 
 
-def test_a_lazy_runner_in_an_eager_part_is_captured_inside_the_outer_capture():
+def test_a_lazy_runner_in_an_eager_part_captures_during_the_outer_capture():
     inner = runner(lambda x: x * 10, options=LAZY)
 
     @eager_break
@@ -101,7 +101,7 @@ def test_a_lazy_runner_in_an_eager_part_is_captured_inside_the_outer_capture():
     assert torch.equal(served(outer, 1, 5.0), rows(1, 65.0))
 
 
-def test_an_eager_part_in_the_pool_of_the_outer_runner_is_refused_at_capture():
+def test_an_eager_part_that_runs_a_runner_of_the_same_pool_is_refused():
     pool = GraphPool("cpu")
     inner = runner(lambda x: x * 10, pool=pool)
     inner.capture()
@@ -128,7 +128,7 @@ def test_an_eager_break_of_the_inner_forward_breaks_the_outer_graph():
     assert torch.equal(served(outer, 2, 1.0, metadata=5), rows(2, 22.0))
 
 
-def test_its_own_inputs_padding_and_declarations_hold_for_the_inner_runner():
+def test_an_inner_runner_checks_its_inputs_by_its_own_declarations():
     inner = runner(
         lambda x, scale: x * scale,
         inputs={
@@ -149,14 +149,14 @@ def test_its_own_inputs_padding_and_declarations_hold_for_the_inner_runner():
         runner(lambda x: inner(x=x.double(), scale=x[:, :1])).capture()
 
 
-def test_what_the_inner_forward_writes_to_its_inputs_does_not_reach_the_outer_one():
+def test_in_place_input_writes_of_an_inner_forward_leave_the_outer_tensors():
     inner = runner(lambda x: x.mul_(10))
     outer = runner(lambda x: inner(x=x) + x)
     outer.capture()
     assert torch.equal(served(outer, 2, 3.0), rows(2, 33.0))
 
 
-def test_an_inner_runner_that_binds_is_refused_as_replays_would_not_bind():
+def test_an_inner_runner_with_a_bind_hook_is_refused_at_capture():
     scale = torch.ones(1)
     inner = runner(
         lambda x: x * scale, host=Host(bind=lambda views, descriptor, phase: scale.fill_(5))
@@ -167,7 +167,7 @@ def test_an_inner_runner_that_binds_is_refused_as_replays_would_not_bind():
 
 
 @pytest.mark.parametrize("given", ["updates", "metadata"])
-def test_values_that_replays_could_not_change_are_refused(given):
+def test_an_inner_runner_given_its_own_updates_or_metadata_is_refused(given):
     inner = runner(lambda x: x * 10)
     outer = runner(lambda x: inner(x=x, **{given: {"a": 1}}))
     with pytest.raises(NestedCaptureError, match=f"{given} of its own"):
@@ -181,7 +181,7 @@ def test_values_that_replays_could_not_change_are_refused(given):
 
 
 @pytest.mark.parametrize("call", ["verify", "capture"])
-def test_what_cannot_be_part_of_a_graph_is_refused_by_name(call):
+def test_verify_or_capture_of_an_inner_runner_during_a_capture_is_refused(call):
     inner = runner(lambda x: x * 10, sizes=[2])
 
     def forward(x):
@@ -197,7 +197,7 @@ def test_what_cannot_be_part_of_a_graph_is_refused_by_name(call):
     assert torch.equal(served(inner, 2), rows(2, 10.0))
 
 
-def test_graphs_that_are_to_be_captured_again_inside_of_a_capture_stay():
+def test_a_refused_recapture_inside_a_capture_keeps_the_inner_graphs():
     inner = runner(lambda x: x + 5)
     inner.capture()
 
@@ -213,7 +213,7 @@ def test_graphs_that_are_to_be_captured_again_inside_of_a_capture_stay():
 
 @pytest.mark.parametrize("how", ["captured", "lazy"])
 @pytest.mark.parametrize("same", [False, True], ids=["own-context", "outer-context"])
-def test_a_wrapper_of_something_else_becomes_part_of_the_outer_graph(how, same):
+def test_a_foreign_wrapper_inside_a_capture_becomes_part_of_the_outer_graph(how, same):
     pool = GraphPool("cpu")
     wrapped = CPUGraphWrapper(lambda x: x * 10, "FULL", pool=pool, options=LAZY)
 
@@ -235,7 +235,7 @@ def test_a_wrapper_of_something_else_becomes_part_of_the_outer_graph(how, same):
         assert torch.equal(served(outer, 2, value), rows(2, 11 * value + 10))
 
 
-def test_a_runner_inside_the_forward_of_a_lazy_wrapper_becomes_part_of_its_graph():
+def test_a_runner_called_by_a_lazy_wrapper_becomes_part_of_its_graph():
     inner = runner(lambda x: x * 10)
     inner.capture()
     wrapped = CPUGraphWrapper(lambda x: inner(x=x) + x, "FULL", options=LAZY)
@@ -246,7 +246,7 @@ def test_a_runner_inside_the_forward_of_a_lazy_wrapper_becomes_part_of_its_graph
             assert torch.equal(wrapped(x), rows(2, 11 * value))
 
 
-def test_three_deep():
+def test_three_levels_of_nested_runners_replay_the_eager_values():
     first = runner(lambda x: x + 1, options=LAZY)
     second = runner(lambda x: first(x=x) * 2)
     second.capture()
@@ -256,7 +256,7 @@ def test_three_deep():
     assert torch.equal(served(second, 3, 4.0), rows(3, 10.0))
 
 
-def test_another_step_between_the_pieces_of_one_needs_a_pool_of_its_own():
+def test_a_graph_replayed_between_pieces_of_a_step_needs_its_own_pool():
     pool, x = GraphPool("cpu"), torch.ones(4)
     piece, whole = (
         CPUGraphWrapper(lambda x: x + 1, mode, pool=pool, options=LAZY)

@@ -79,7 +79,7 @@ def host(request: Any) -> Host:
     return Host(request.param)
 
 
-def test_a_piece_is_not_captured_behind_one_that_replays_in_its_step(host):
+def test_capturing_a_piece_after_a_replayed_piece_of_its_step_is_refused(host):
     shared, target, draft = map(host.piece, (LAYERS[0], residual(LAYERS[1]), residual(LAYERS[2])))
     x = torch.randn(4, 8)
     with host.pool.capture_session():
@@ -97,7 +97,7 @@ def test_a_piece_is_not_captured_behind_one_that_replays_in_its_step(host):
     assert torch.equal(ours, expected(x, LAYERS[0], residual(LAYERS[2])))
 
 
-def test_nor_where_what_it_is_given_was_computed_from_that_in_between(host):
+def test_capturing_a_piece_whose_input_derives_from_a_replayed_piece_is_refused(host):
     shared, draft, x = host.piece(LAYERS[0]), host.piece(residual(LAYERS[1])), torch.randn(4, 8)
     with host.pool.capture_session():
         host.step([shared], x)
@@ -106,7 +106,7 @@ def test_nor_where_what_it_is_given_was_computed_from_that_in_between(host):
     assert not draft.entries
 
 
-def test_nor_in_a_context_that_nobody_begins_where_it_is_given_what_a_replay_left():
+def test_capturing_a_piece_from_a_replays_output_without_begin_step_is_refused():
     host, x = Host(True), torch.randn(4, 8)
     host.current = ForwardContext(GraphMode.PIECEWISE, FOUR)
     shared, draft = host.piece(LAYERS[0]), host.piece(residual(LAYERS[1]))
@@ -118,7 +118,7 @@ def test_nor_in_a_context_that_nobody_begins_where_it_is_given_what_a_replay_lef
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_a_step_of_which_a_piece_fails_is_captured_as_a_whole_when_it_is_tried_again(host, error):
+def test_a_step_whose_piece_failed_is_captured_anew_from_its_first_piece(host, error):
     fails = [True]
 
     def second(h: torch.Tensor) -> torch.Tensor:
@@ -142,7 +142,7 @@ def test_a_step_of_which_a_piece_fails_is_captured_as_a_whole_when_it_is_tried_a
 
 @pytest.mark.parametrize("check", ["off", "capture", "always"])
 @pytest.mark.parametrize("kept", [False, True], ids=["entered", "begun"])
-def test_pieces_behind_one_without_a_graph_run_eagerly_too_until_all_are_captured_anew(kept, check):
+def test_pieces_after_a_dropped_piece_run_eagerly_until_all_are_recaptured(kept, check):
     host = Host(kept, check)
     pieces, x = [host.piece(layer) for layer in LAYERS], torch.randn(4, 8)
     with host.pool.capture_session():
@@ -166,7 +166,7 @@ def test_pieces_behind_one_without_a_graph_run_eagerly_too_until_all_are_capture
     assert [dict(piece.eager_calls) for piece in pieces] == eager
 
 
-def test_a_tensor_that_a_piece_reads_in_the_pool_is_compared_like_any_other():
+def test_a_moved_argument_of_a_piece_that_reads_pool_memory_is_refused():
     host = Host(False, "always")
     pieces, x = [host.piece(layer) for layer in LAYERS[:2]], torch.randn(4, 8)
     with host.pool.capture_session():
@@ -177,7 +177,7 @@ def test_a_tensor_that_a_piece_reads_in_the_pool_is_compared_like_any_other():
     assert torch.equal(host.step(pieces, x), expected(x, *LAYERS[:2]))
 
 
-def test_a_step_that_another_one_captured_in_cannot_go_on():
+def test_a_step_cannot_continue_after_another_step_captured_in_between():
     host = Host(True)
     pieces, x = [host.piece(layer) for layer in LAYERS[:2]], torch.randn(4, 8)
     with host.pool.capture_session():
@@ -193,7 +193,7 @@ def test_a_step_that_another_one_captured_in_cannot_go_on():
         assert torch.equal(host.step(pieces, x), expected(x, *LAYERS[:2]))
 
 
-def test_a_graph_that_is_captured_by_its_key_ends_a_step_that_was_begun():
+def test_a_keyed_capture_between_pieces_ends_the_begun_step():
     host = Host(True)
     pieces, x = [host.piece(layer) for layer in LAYERS[:2]], torch.randn(4, 8)
     with host.pool.capture_session():
@@ -207,7 +207,7 @@ def test_a_graph_that_is_captured_by_its_key_ends_a_step_that_was_begun():
 
 
 @pytest.mark.parametrize("clear", ["wrapper", "pool", "descriptor", "close"])
-def test_graphs_are_not_destroyed_between_the_pieces_of_a_step_that_is_entered(clear):
+def test_clearing_graphs_between_the_pieces_of_an_entered_step_is_refused(clear):
     host = Host(False)
     pieces, x = [host.piece(layer) for layer in LAYERS[:2]], torch.randn(4, 8)
     with host.pool.capture_session():
@@ -228,7 +228,7 @@ def test_graphs_are_not_destroyed_between_the_pieces_of_a_step_that_is_entered(c
 
 
 @pytest.mark.parametrize("check", ["off", "capture"])
-def test_in_a_context_that_nobody_begins_each_replay_looks_where_its_arguments_are(check):
+def test_without_begin_step_a_piece_after_a_dropped_piece_raises_stale_input(check):
     host, x = Host(True, check), torch.randn(4, 8)
     host.current = ForwardContext(GraphMode.PIECEWISE, FOUR, slot=1)
     first, second = host.piece(LAYERS[0]), host.piece(LAYERS[1])

@@ -55,18 +55,18 @@ def runner(spec: InputSpec | None = None, **arguments: Any) -> GraphRunner:
         lambda number: runner(InputSpec(torch.float32, (f"tokens+{number}",))),
     ],
 )
-def test_buffers_that_no_machine_has_the_memory_for_are_refused_before_they_are_made(make, number):
+def test_input_buffers_too_large_for_any_machine_are_refused_before_allocation(make, number):
     with pytest.raises((InvalidInputError, InvalidOptionError)) as caught:
         make(number)
     assert len(str(caught.value)) < 1000
 
 
-def test_an_input_in_too_many_pieces_is_refused():
+def test_an_input_with_a_huge_axis_before_its_batch_axis_is_refused():
     with pytest.raises(InvalidInputError, match="in front of the batch axis"):
         InputSpec(torch.uint8, (1 << 20, "tokens"))
 
 
-def test_inputs_that_are_larger_than_the_devices_memory_are_refused_with_their_bytes():
+def test_inputs_larger_than_device_memory_are_refused_with_their_bytes():
     class Small(CpuPlatform):
         def memory_figures(self) -> MemoryFigures:
             return MemoryFigures(free_bytes=1 << 31, total_bytes=1 << 31)
@@ -80,7 +80,7 @@ def test_inputs_that_are_larger_than_the_devices_memory_are_refused_with_their_b
 @pytest.mark.parametrize(
     "argument", ["max_num_tokens", "max_num_reqs", "max_size", "sizes", "query_lens", "loras"]
 )
-def test_a_number_that_no_int64_holds_is_no_number_of_a_plan(argument):
+def test_a_plan_argument_beyond_int64_is_refused(argument):
     lists = argument in ("sizes", "query_lens", "loras")
     for number in (BEYOND, UNPRINTABLE):
         keywords = {"sizes": [4], argument: [number] if lists else number}
@@ -91,12 +91,12 @@ def test_a_number_that_no_int64_holds_is_no_number_of_a_plan(argument):
 
 @pytest.mark.parametrize("argument", ["sizes", "query_lens", "loras", "bounds", "variants"])
 @pytest.mark.parametrize("endless", [lambda: itertools.repeat(1), lambda: range(LONG)])
-def test_a_list_without_an_end_is_refused(argument, endless):
+def test_an_endless_list_as_a_plan_argument_is_refused(argument, endless):
     with pytest.raises((InvalidOptionError, InvalidOptionError), match="no more than"):
         Plan("FULL", platform="cpu", **{"sizes": [4], argument: endless()})
 
 
-def test_lists_that_multiply_to_too_many_graphs_are_refused_before_any_is_planned():
+def test_plan_arguments_that_multiply_to_too_many_graphs_are_refused():
     many = range(1, 5000)
     with pytest.raises(InvalidOptionError, match="24990001 graphs"):
         Plan("FULL", sizes=many, loras=many, platform="cpu")
@@ -116,13 +116,13 @@ def test_lists_that_multiply_to_too_many_graphs_are_refused_before_any_is_planne
     ],
     ids=range(6),
 )
-def test_options_without_bound_are_refused(options):
+def test_absurdly_large_or_non_finite_options_are_refused(options):
     with pytest.raises(InvalidOptionError):
         GraphOptions(**options)
 
 
 @pytest.mark.parametrize("amount", [UNPRINTABLE, float("nan"), "9" * 5000], ids=range(3))
-def test_a_budget_and_traffic_take_no_such_amounts(amount):
+def test_absurdly_large_or_non_finite_budgets_and_traffic_are_refused(amount):
     for make in (lambda: Budget(device_bytes=amount), lambda: Budget(capture_s=amount)):
         with pytest.raises(InvalidOptionError):
             make()
@@ -132,7 +132,7 @@ def test_a_budget_and_traffic_take_no_such_amounts(amount):
 
 
 @pytest.mark.parametrize("value", [DEEP, "9" * 5000], ids=range(2))
-def test_settings_of_brackets_or_endless_digits_are_words(value):
+def test_a_setting_of_deep_brackets_or_endless_digits_stays_text(value):
     assert read_settings([f"sizes={value}"]) == {"sizes": value}
 
 
@@ -153,13 +153,13 @@ def no_text(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     }[request.param]
 
 
-def test_files_that_are_no_text_with_an_end_are_refused_and_not_waited_for(no_text):
+def test_loading_a_plan_from_a_device_pipe_or_folder_raises_at_once(no_text):
     with pytest.raises(PlanFileError) as caught:
         Plan.load(no_text)
     assert len(str(caught.value)) < 1000
 
 
-def test_a_file_that_is_too_large_is_not_read_to_its_end(tmp_path):
+def test_loading_a_plan_file_of_a_terabyte_raises_at_once(tmp_path):
     file = tmp_path / "large.json"
     with file.open("wb") as hole:
         hole.truncate(1 << 40)
@@ -205,13 +205,13 @@ def forged(path: Path, top: dict[str, Any], arguments: dict[str, Any]) -> Path:
     ],
     ids=range(13),
 )
-def test_a_saved_plan_with_a_bomb_in_it_is_refused(tmp_path, arguments):
+def test_a_plan_file_with_oversized_or_malformed_arguments_is_refused(tmp_path, arguments):
     with pytest.raises(PlanFileError) as caught:
         Plan.load(forged(tmp_path / "plan.json", {}, arguments), platform="cpu")
     assert len(str(caught.value)) < 2000
 
 
-def test_a_plan_that_could_not_be_read_again_is_not_written(tmp_path):
+def test_saving_a_plan_nested_too_deeply_to_load_is_refused(tmp_path):
     deep: Any = 1
     for _ in range(1000):
         deep = (deep,)
@@ -221,14 +221,14 @@ def test_a_plan_that_could_not_be_read_again_is_not_written(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_saved_plan_of_another_structure_is_refused(tmp_path):
+def test_a_plan_file_with_a_malformed_section_is_refused(tmp_path):
     tops = {"arguments": nested(500)}, {"arguments": {"a": 1}}, {"printed": None}, {"printed": 5}
     for top in tops:
         with pytest.raises(PlanFileError):
             Plan.load(forged(tmp_path / "plan.json", top, {}), platform="cpu")
 
 
-def test_a_saved_plan_of_brackets_is_refused(tmp_path):
+def test_a_plan_file_of_deeply_nested_brackets_is_refused(tmp_path):
     file = tmp_path / "plan.json"
     for depth in (900, 100_000):
         brackets = "[" * depth + "]" * depth

@@ -110,7 +110,7 @@ def serves_every_batch(run: GraphRunner) -> None:
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"])
 @pytest.mark.parametrize(("more", "told"), [(0, None), (4, None), (4, 0)])
-def test_at_any_count_of_streams_what_fits_serves_and_all_come_back(mode, more, told):
+def test_graphs_that_fit_the_free_streams_serve_and_release_returns_all_streams(mode, more, told):
     for free in (0, 1, 2, 4, 5, 9, 14, 17, 31, 44):
         device = CountingPlatform(free, min(3, free // 4), more=more, told=told)
         with runner(device, mode) as run:
@@ -127,7 +127,7 @@ def test_at_any_count_of_streams_what_fits_serves_and_all_come_back(mode, more, 
 
 
 @pytest.mark.parametrize("more", [0, 4])
-def test_one_by_one_too_what_fits_serves_and_nothing_runs_out(more):
+def test_capture_next_captures_only_graphs_that_fit_the_free_streams(more):
     for free in (0, 2, 5, 9, 17, 31, 44):
         device = CountingPlatform(free, min(3, free // 4), more=more)
         with runner(device) as run:
@@ -144,7 +144,7 @@ def test_one_by_one_too_what_fits_serves_and_nothing_runs_out(more):
         assert device.ran_out == 0 and device.lowest >= device.reserve
 
 
-def test_the_most_valuable_are_captured_first_where_streams_are_told():
+def test_a_platform_with_stream_figures_captures_the_most_useful_graphs_first():
     device = CountingPlatform(100)
     run = runner(device)
     order = captured(run)
@@ -153,14 +153,14 @@ def test_the_most_valuable_are_captured_first_where_streams_are_told():
     assert run.plan.capture_order() != run.plan.keys
 
 
-def test_elsewhere_graphs_are_captured_in_the_order_of_the_plan():
+def test_a_platform_without_stream_figures_captures_in_plan_order():
     run = runner(CpuPlatform())
     assert captured(run) == [(mode, each.num_tokens) for mode, each in run.plan.keys]
     assert run.plan.capture_order() is run.plan.keys
     assert {each.streams for each in run.report().graphs} == {None}
 
 
-def test_pieces_that_do_not_fit_are_not_begun_and_full_graphs_are_kept():
+def test_pieces_that_exceed_the_free_streams_are_dropped_before_their_capture():
     device = CountingPlatform(6 + 2 * 3 + 2)
     run = runner(device)
     *full, first, last = captured(run)
@@ -171,7 +171,7 @@ def test_pieces_that_do_not_fit_are_not_begun_and_full_graphs_are_kept():
     assert "2 free" in reason and "expected: 3," in reason
 
 
-def test_the_first_graph_of_a_mode_is_measured_by_its_warm_up():
+def test_the_warm_up_of_a_modes_first_graph_predicts_its_streams():
     device = CountingPlatform(8, more=2)
     run = runner(device, "PIECEWISE")
     assert captured(run) == []
@@ -179,7 +179,7 @@ def test_the_first_graph_of_a_mode_is_measured_by_its_warm_up():
     assert "expected: 9," in run.report().dropped[0].reason
 
 
-def test_without_a_warm_up_running_out_is_taken_back_and_not_tried_again():
+def test_without_warm_ups_running_out_of_streams_drops_the_remaining_graphs():
     device = CountingPlatform(8, more=2)
     run = runner(device, "PIECEWISE", warmups=0)
     assert captured(run) == []
@@ -189,7 +189,7 @@ def test_without_a_warm_up_running_out_is_taken_back_and_not_tried_again():
     assert all("expected: 9," in each for each in reasons[1:])
 
 
-def test_a_graph_that_takes_of_the_reserve_is_taken_back():
+def test_a_graph_that_used_reserved_streams_is_dropped():
     device = CountingPlatform(5, reserve=3, more=2, told=0)
     run = runner(device, "FULL")
     assert captured(run) == []
@@ -198,7 +198,7 @@ def test_a_graph_that_takes_of_the_reserve_is_taken_back():
     serves_every_batch(run)
 
 
-def test_the_warning_has_a_line_for_each_reason():
+def test_the_warning_of_dropped_graphs_has_a_line_for_each_reason():
     run = runner(CountingPlatform(7), "FULL_AND_PIECEWISE")
     with pytest.warns(GraphsDroppedWarning, match="6 of 12 graphs") as told:
         run.capture()
@@ -207,7 +207,7 @@ def test_the_warning_has_a_line_for_each_reason():
     assert len(lines) == 1 and lines[0].startswith("  PIECEWISE [8 tokens]: the device has too few")
 
 
-def test_strict_refuses_what_does_not_fit():
+def test_strict_refuses_graphs_that_exceed_the_free_streams():
     run = runner(CountingPlatform(7), strict=True)
     with pytest.raises(ResourceExhaustedError, match="too few free streams"):
         run.capture()
@@ -222,7 +222,7 @@ def count(function: Any, breaks: tuple[str, ...] = ()) -> GraphWork:
 stream = [0]
 
 
-def test_operators_are_counted_by_stream_and_views_are_not():
+def test_work_count_counts_operators_by_stream_and_ignores_views():
     x = torch.ones(4, 2)
 
     def work() -> None:
@@ -234,7 +234,7 @@ def test_operators_are_counted_by_stream_and_views_are_not():
     assert count(work).operators == {0: 1, 7: 1}
 
 
-def test_tasks_and_breaks_are_counted_and_only_while_counting():
+def test_work_count_counts_tasks_and_breaks_only_while_it_runs():
     x, out = torch.ones(2), torch.empty(2)
 
     def issue(tensor: torch.Tensor, result: torch.Tensor, *, scale: int) -> None:
@@ -256,7 +256,7 @@ def test_tasks_and_breaks_are_counted_and_only_while_counting():
     assert (counts.tasks, counts.breaks) == (1, 2)
 
 
-def test_a_count_that_fails_leaves_nothing_behind():
+def test_a_work_count_that_raises_does_not_affect_the_next_count():
     with pytest.raises(ZeroDivisionError):
         count(lambda: 1 // 0)
     before = count(lambda: None)
@@ -264,6 +264,6 @@ def test_a_count_that_fails_leaves_nothing_behind():
     assert before == GraphWork()
 
 
-def test_a_plan_keeps_its_order_on_a_platform_without_figures():
+def test_capture_order_is_the_plan_order_on_a_platform_without_stream_figures():
     plan = Plan("FULL", sizes=[1, 2, 4], platform="cpu")
     assert plan.capture_order() == plan.keys

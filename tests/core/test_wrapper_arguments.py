@@ -62,19 +62,19 @@ def at_step(level: str, moved_at: int) -> bool:
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("moved_at", [1, 2, 70])
-def test_arguments_are_compared_at_the_first_replay_and_from_sample_on_at_each(level, moved_at):
+def test_a_moved_argument_is_found_at_the_first_replay_or_at_every_replay(level, moved_at):
     expected = level in ("sample", "always") or (moved_at == 1 and level != "off")
     assert at_step(level, moved_at) is expected
 
 
-def test_the_level_of_the_process_counts_for_wrappers(monkeypatch):
+def test_graphrt_check_in_the_environment_sets_the_check_level_of_wrappers(monkeypatch):
     monkeypatch.setenv("GRAPHRT_CHECK", "off")
     assert not at_step("always", 1)
     monkeypatch.setenv("GRAPHRT_CHECK", "always")
     assert at_step("off", 5)
 
 
-def test_each_entry_has_a_first_replay_of_its_own():
+def test_the_first_replay_of_each_descriptor_compares_its_arguments():
     wrapped, x, other = wrapper(), torch.ones(4), torch.ones(4)
     for of in (D4, D8):
         call(wrapped, x, of=of)
@@ -84,7 +84,7 @@ def test_each_entry_has_a_first_replay_of_its_own():
         call(wrapped, other, of=D8)
 
 
-def test_a_failed_comparison_is_made_again():
+def test_a_moved_argument_raises_at_each_replay_until_it_matches():
     wrapped, x = wrapper(), torch.ones(4)
     call(wrapped, x)
     for _ in range(3):
@@ -94,7 +94,7 @@ def test_a_failed_comparison_is_made_again():
     assert call(wrapped, x).tolist() == [6.0] * 4
 
 
-def test_a_graph_that_was_captured_again_is_compared_again():
+def test_the_first_replay_after_a_recapture_compares_its_arguments():
     wrapped, x = wrapper(), torch.ones(4)
     call(wrapped, x)
     call(wrapped, x)
@@ -115,7 +115,7 @@ CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_tensor_is_the_same_only_where_and_as_it_was(change):
+def test_an_argument_with_another_address_shape_stride_or_dtype_is_refused(change):
     wrapped, x = wrapper(), BASE[:4]
     call(wrapped, x)
     with pytest.raises(StaleInputError, match=r"argument \[0\]\[0\]"):
@@ -123,7 +123,7 @@ def test_a_tensor_is_the_same_only_where_and_as_it_was(change):
 
 
 @pytest.mark.parametrize("level", ["capture", "always"])
-def test_the_same_memory_as_another_object_is_the_same(level):
+def test_a_new_tensor_object_over_the_captured_memory_is_accepted(level):
     wrapped = wrapper(level=level)
     call(wrapped, BASE[:4])
     for _ in range(3):
@@ -131,7 +131,7 @@ def test_the_same_memory_as_another_object_is_the_same(level):
 
 
 @pytest.mark.parametrize("level", ["capture", "always"])
-def test_a_tensor_that_the_graph_does_not_read_must_be_the_same_too(level):
+def test_a_moved_argument_that_the_graph_does_not_read_is_also_refused(level):
     wrapped, x, y = wrapper(level=level), torch.ones(4), torch.ones(3)
     call(wrapped, x, y)
     with pytest.raises(StaleInputError, match=r"argument \[0\]\[1\]"):
@@ -139,7 +139,7 @@ def test_a_tensor_that_the_graph_does_not_read_must_be_the_same_too(level):
     call(wrapped, x, y)
 
 
-def test_one_of_several_that_is_read_is_named_by_its_path():
+def test_the_error_of_a_moved_nested_argument_gives_its_path():
     wrapped = wrapper(lambda x, nested: x + nested["b"][1])
     x, a, b = torch.ones(4), torch.ones(4), torch.ones(4)
     call(wrapped, x, {"a": a, "b": [a, b]})
@@ -151,7 +151,7 @@ def test_one_of_several_that_is_read_is_named_by_its_path():
     ("then", "now"),
     [(2, 3), (2.0, 3.0), ("sum", "max"), (None, 1), (True, False), (1, 1.5), (None, torch.ones(4))],
 )
-def test_a_plain_value_is_baked_in_and_must_be_the_same(then, now):
+def test_a_changed_plain_argument_value_is_refused(then, now):
     wrapped, x = wrapper(), torch.ones(4)
     call(wrapped, x, then)
     call(wrapped, x, then)
@@ -165,7 +165,7 @@ def test_a_plain_value_is_baked_in_and_must_be_the_same(then, now):
     ("args", "kwargs"),
     [((), {"scale": 2}), ((2,), {}), ((), {}), ((), {"scale": 2, "more": 1})],
 )
-def test_other_arguments_than_at_capture_are_refused(args, kwargs):
+def test_missing_extra_or_positional_arguments_unlike_the_capture_are_refused(args, kwargs):
     wrapped, x = wrapper(), torch.ones(4)
     call(wrapped, x, scale=2)
     if kwargs == {"scale": 2}:
@@ -175,13 +175,13 @@ def test_other_arguments_than_at_capture_are_refused(args, kwargs):
         call(wrapped, x, *args, **kwargs)
 
 
-def test_objects_of_other_kinds_are_not_compared():
+def test_arguments_that_are_arbitrary_objects_are_not_compared():
     wrapped, x = wrapper(level="always"), torch.ones(4)
     call(wrapped, x, object(), of=D4)
     call(wrapped, x, object(), of=D4)
 
 
-def test_what_is_read_in_an_eager_part_must_be_the_same_too():
+def test_a_moved_argument_read_in_an_eager_part_is_refused():
     @eager_break
     def part(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return x * y
@@ -201,7 +201,7 @@ def test_what_is_read_in_an_eager_part_must_be_the_same_too():
         wrapped(x, torch.ones(4))
 
 
-def test_a_runners_own_wrapper_compares_nothing():
+def test_the_wrapper_of_a_runner_compares_no_arguments():
     runner = GraphRunner(
         lambda x: x + 1,
         sizes=[4],
@@ -221,7 +221,9 @@ def test_a_runners_own_wrapper_compares_nothing():
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
-def test_a_sparse_argument_must_be_the_one_that_was_captured(level: str, layout: Any) -> None:
+def test_a_sparse_argument_other_than_the_captured_tensor_is_refused(
+    level: str, layout: Any
+) -> None:
     matrix = torch.eye(4).to_sparse(layout=layout)
     x = torch.ones(4, 2)
     wrapper = CPUGraphWrapper(
@@ -245,7 +247,7 @@ def test_a_sparse_argument_must_be_the_one_that_was_captured(level: str, layout:
         other(matrix.clone(), x)
 
 
-def test_the_first_replay_can_repeat_the_host_arguments_of_the_capturing_step():
+def test_unchanged_at_the_first_replay_repeats_the_capturing_steps_host_arguments():
     task = UpdatableTask(
         "scale", lambda x, out, factor: torch.mul(x, factor, out=out), {"factor": HostArg(None)}
     )
@@ -267,7 +269,7 @@ def test_the_first_replay_can_repeat_the_host_arguments_of_the_capturing_step():
     assert list(wrapped.entries) == [D4]
 
 
-def test_a_list_of_arguments_that_the_runnable_clears_is_compared_as_it_was_given():
+def test_an_argument_list_that_the_runnable_clears_is_compared_as_given():
     def run(arguments):
         (x,) = arguments
         arguments.clear()
