@@ -22,7 +22,7 @@ def check(tensors: list[torch.Tensor], func: Any, args: Any, kwargs: Any = None)
     looked(func, args, kwargs or {})
 
 
-def test_a_tensor_of_the_host_is_not_read_by_a_graph_of_a_device():
+def test_a_device_graph_that_reads_a_host_argument_tensor_is_refused():
     tensor, other = torch.ones(4), torch.ones(4)
     check([tensor], ADD, (other, other))
     check([tensor], VIEW, (tensor, [2, 2]))
@@ -30,12 +30,12 @@ def test_a_tensor_of_the_host_is_not_read_by_a_graph_of_a_device():
         check([tensor], ADD, (other, tensor.view(2, 2)[0]))
 
 
-def test_an_empty_tensor_of_the_host_has_nothing_to_read():
+def test_an_empty_host_argument_tensor_is_allowed_in_a_device_graph():
     check([torch.ones(0)], ADD, (torch.ones(0), torch.ones(0)))
 
 
 @pytest.mark.parametrize("own", [False, True])
-def test_a_new_shape_is_refused_unless_the_tensor_was_made_for_the_call(own):
+def test_reshaping_an_argument_in_place_is_refused_except_for_a_runners_own_tensors(own):
     def forward(tensor: torch.Tensor) -> torch.Tensor:
         tensor.data = torch.ones(2, 2)
         return tensor + 1
@@ -54,14 +54,14 @@ def test_a_new_shape_is_refused_unless_the_tensor_was_made_for_the_call(own):
 RAND = torch.ops.aten.rand.default
 
 
-def test_random_numbers_of_the_host_are_refused():
+def test_drawing_random_numbers_on_the_host_during_a_capture_is_refused():
     check([], ADD, (torch.ones(1), torch.ones(1)))
     check([], RAND, ([1],), {"device": "cuda"})
     with pytest.raises(RefusedOpError, match="drawn on the host"):
         check([], RAND, ([1],))
 
 
-def test_operators_are_looked_at_only_where_one_may_use_numbers_of_the_host():
+def test_operators_are_checked_only_if_host_tensors_or_random_numbers_are_possible():
     assert host_check([], RefusedOpError, may_draw=True)
     assert not host_check([], RefusedOpError, may_draw=False)
     assert host_check([torch.ones(4)], RefusedOpError, may_draw=False)

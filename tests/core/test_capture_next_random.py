@@ -207,7 +207,7 @@ class World:
 @pytest.mark.draws
 @settings(max_examples=20 * MORE, deadline=None)
 @given(SETTINGS, ACTIONS)
-def test_whatever_comes_between_results_are_those_of_eager(how, actions):
+def test_random_steps_captures_and_failures_match_an_eager_model(how, actions):
     world = World(**how)
     for action in actions:
         world.act(*action)
@@ -217,7 +217,7 @@ def test_whatever_comes_between_results_are_those_of_eager(how, actions):
 
 @pytest.mark.parametrize("ring", [False, True])
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "FULL_AND_PIECEWISE"])
-def test_a_step_of_every_size_after_every_graph(mode, ring):
+def test_steps_of_every_size_after_each_capture_match_an_eager_model(mode, ring):
     world = World(mode, ring, {"check": "capture", "lazy": False})
     left = 1
     while left:

@@ -46,9 +46,7 @@ def copied(constants: Constants, tensor: torch.Tensor, device: str) -> Any:
 
 @pytest.mark.parametrize("copy", [to, copied])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_a_constant_is_copied_from_page_locked_memory_to_the_device_alone(
-    copy: Copy, device: str
-) -> None:
+def test_a_constant_copied_to_the_device_uses_page_locked_memory(copy: Copy, device: str) -> None:
     pool: Any = Pool()
     constants = Constants(pool)
     constant = constants.run(FULL, ([2], 7.0), {})
@@ -57,7 +55,7 @@ def test_a_constant_is_copied_from_page_locked_memory_to_the_device_alone(
 
 
 @pytest.mark.parametrize("copy", [to, copied])
-def test_a_tensor_of_the_hosts_is_copied_on_the_host_and_to_no_device(copy: Copy) -> None:
+def test_copying_a_host_tensor_to_the_device_during_a_capture_is_refused(copy: Copy) -> None:
     pool: Any = Pool()
     constants, tensor = Constants(pool), torch.ones(2)
     assert torch.equal(copy(constants, tensor, "cpu"), tensor)
@@ -81,7 +79,7 @@ INDEXING: dict[str, Callable[[Constants, torch.Tensor, torch.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("indexed", INDEXING.values(), ids=INDEXING)
-def test_an_index_that_the_operators_kernel_would_copy_is_copied_from_page_locked_memory(
+def test_a_constant_host_index_of_a_device_tensor_uses_page_locked_memory(
     indexed: Callable[[Constants, torch.Tensor, torch.Tensor], Any],
 ) -> None:
     pool: Any = Pool()

@@ -28,12 +28,12 @@ def test_equal_graphs_have_equal_descriptors():
         {"num_tokens": 8, "uniform": True, "query_len": 3},
     ],
 )
-def test_contradictions_are_named_errors(arguments):
+def test_a_descriptor_with_contradictory_counts_is_refused(arguments):
     with pytest.raises(InvalidBatchError):
         BatchDescriptor(**arguments)
 
 
-def test_a_changed_descriptor_is_checked_like_a_new_one():
+def test_descriptor_replace_checks_the_new_fields():
     descriptor = BatchDescriptor(8, 4, uniform=True)
     assert descriptor._replace(num_tokens=16, num_reqs=8) == BatchDescriptor(16, 8, True)
     with pytest.raises(InvalidBatchError):
@@ -49,6 +49,6 @@ def test_a_descriptor_survives_pickling_and_copying():
         assert hash(again) == hash(descriptor)
 
 
-def test_a_descriptor_is_no_batch():
+def test_a_descriptor_is_unequal_to_a_batch():
     assert BatchDescriptor(4) != Batch(4)
     assert repr(BatchDescriptor(4)) == "BatchDescriptor(4)" != repr(Batch(4))

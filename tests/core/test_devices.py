@@ -69,7 +69,7 @@ class Devices(CpuPlatform):
         return devices
 
 
-def test_everything_of_a_runner_is_done_on_its_device():
+def test_all_platform_calls_of_a_runner_are_made_on_its_device():
     devices, ran = Devices(), set()
 
     def forward(x: torch.Tensor) -> torch.Tensor:
@@ -91,7 +91,7 @@ def test_everything_of_a_runner_is_done_on_its_device():
         ran.clear()
 
 
-def test_a_pool_is_on_the_device_that_is_current_where_it_is_made():
+def test_a_pool_is_on_the_device_current_at_its_construction():
     devices = Devices()
     with devices.on_device(1):
         pool = GraphPool(devices)
@@ -110,18 +110,18 @@ def test_a_pool_is_on_the_device_that_is_current_where_it_is_made():
 @pytest.mark.parametrize(
     ("device", "words"), [("cpu:2", "no device of that index"), ("cuda:0", "another kind")]
 )
-def test_devices_that_there_are_not_are_refused(device, words):
+def test_a_pool_refuses_a_missing_device_index_or_another_device_type(device, words):
     with pytest.raises(InvalidOptionError, match=words):
         GraphPool(Devices(), device=device)
 
 
-def test_buffers_on_a_device_that_torch_has_not_are_refused():
+def test_a_runner_refuses_a_device_type_that_torch_lacks():
     with pytest.raises(InvalidOptionError, match="torch has no such device here") as refused:
         GraphRunner(lambda x: x, device="xla", inputs=INPUTS, sizes=[2], platform=Devices())
     assert "got: xla" in str(refused.value)
 
 
-def test_a_runner_is_on_the_device_of_its_pool():
+def test_a_runner_refuses_a_device_other_than_its_pools():
     pool = GraphPool(Devices(), device=1)
     with pytest.raises(InvalidOptionError, match="another device"):
         GraphRunner(lambda x: x, pool=pool, device="cpu:0", inputs=INPUTS, sizes=[2])
@@ -152,7 +152,7 @@ def test_captures_on_two_devices_do_not_wait_for_each_other():
     assert results[0].replay().tolist() == [1] * 4
 
 
-def test_what_all_devices_see_waits_for_no_capture_and_is_not_done_during_one():
+def test_no_other_capture_does_not_wait_and_is_false_during_another_devices_capture():
     mine, theirs = torch.device("cpu", 10), torch.device("cpu", 11)
     held, leave = threading.Event(), threading.Event()
 
@@ -180,7 +180,7 @@ def test_what_all_devices_see_waits_for_no_capture_and_is_not_done_during_one():
             assert free == [False]
 
 
-def test_one_device_has_no_second_look():
+def test_a_pool_on_a_single_device_has_no_other_device_check():
     assert GraphPool("cpu").elsewhere is None
     pool = GraphPool(Devices(), device=1)
     with ForwardContext("FULL", BatchDescriptor(1)):  # type: ignore[arg-type]

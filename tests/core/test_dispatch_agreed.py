@@ -27,7 +27,7 @@ def ladder(*sizes: int, **options: Any) -> GraphDispatcher:
     return dispatcher
 
 
-def test_a_graph_that_ranks_agreed_on_and_that_is_missing_is_not_replaced_by_a_larger_one():
+def test_a_missing_agreed_graph_is_not_replaced_by_a_larger_graph():
     dispatch = ladder(4, 16).dispatch(Batch(3), agreed=BatchDescriptor(8))
     assert (dispatch.mode, dispatch.reason, dispatch.slot) == (NONE, Reason.RANKS_DISAGREE, -1)
 
@@ -56,7 +56,7 @@ def test_a_step_takes_the_agreed_graph_or_runs_eagerly():
         assert runner.last_dispatch.reason is reason
 
 
-def test_what_a_rank_was_told_names_its_mode_too():
+def test_an_agreed_dispatch_is_bound_to_its_mode():
     dispatcher = GraphDispatcher("FULL_AND_PIECEWISE")
     for mode in (FULL, PIECEWISE):
         dispatcher.publish(mode, BatchDescriptor(8))
@@ -70,14 +70,14 @@ def test_what_a_rank_was_told_names_its_mode_too():
         assert dispatch.reason is Reason.RANKS_DISAGREE
 
 
-def test_none_is_always_a_common_answer():
+def test_an_agreed_dispatch_of_mode_none_runs_eagerly():
     dispatcher = ladder(4, 8)
     none = dispatcher.peek(Batch(9))
     assert none.mode is NONE
     assert dispatcher.dispatch(Batch(3), agreed=none).reason is Reason.RANKS_DISAGREE
 
 
-def test_an_agreed_graph_is_padded_to_whatever_its_size():
+def test_an_agreed_graph_is_used_beyond_max_padding():
     dispatcher = ladder(4, 64, max_padding=1.5)
     for _ in range(2):
         assert dispatcher.dispatch(Batch(1)).reason is Reason.PADDING
@@ -105,7 +105,7 @@ def test_an_agreed_graph_that_cannot_serve_the_batch_is_not_run(batch):
     assert dispatcher.dispatch(Batch(3, bounds=(9,)), agreed=agreed).descriptor == agreed
 
 
-def test_an_agreed_graph_that_comes_and_goes_is_never_stale():
+def test_an_agreed_graph_is_dispatched_only_between_its_publish_and_its_withdrawal():
     dispatcher, agreed = ladder(16), BatchDescriptor(8)
     for _ in range(3):
         assert dispatcher.dispatch(Batch(3), agreed=agreed).reason is Reason.RANKS_DISAGREE
@@ -116,7 +116,7 @@ def test_an_agreed_graph_that_comes_and_goes_is_never_stale():
         dispatcher.withdraw(FULL, agreed)
 
 
-def test_a_peek_is_counted_nowhere():
+def test_peek_changes_no_counts_of_the_dispatcher():
     dispatcher = ladder(4)
     for tokens in (1, 1, 9, 9):
         assert dispatcher.peek(Batch(tokens)) == dispatcher.peek(Batch(tokens))

@@ -74,7 +74,7 @@ ASKED = {
 
 @pytest.mark.parametrize("asked", ASKED)
 @pytest.mark.parametrize("sizes", [10, 120])
-def test_a_dispatch_makes_a_few_calls_whatever_the_number_of_graphs(sizes, asked):
+def test_a_repeated_dispatch_makes_at_most_four_calls_for_any_number_of_graphs(sizes, asked):
     batch, limits, reason = ASKED[asked]
     dispatcher = ladder(sizes)
     assert dispatcher.dispatch(batch, **limits).reason is reason
@@ -85,7 +85,7 @@ def test_a_dispatch_makes_a_few_calls_whatever_the_number_of_graphs(sizes, asked
 
 @pytest.mark.parametrize("asked", ASKED)
 @pytest.mark.parametrize("sizes", [10, 120])
-def test_another_batch_of_a_known_kind_takes_few_calls_the_first_time(sizes, asked):
+def test_a_first_dispatch_of_a_known_batch_kind_makes_few_calls(sizes, asked):
     batch, limits, reason = ASKED[asked]
     dispatcher = ladder(sizes)
     dispatcher.dispatch(batch, **limits)
@@ -98,7 +98,7 @@ def test_another_batch_of_a_known_kind_takes_few_calls_the_first_time(sizes, ask
 
 @pytest.mark.usefixtures("frozen_heap")
 @pytest.mark.parametrize("asked", [name for name in ASKED if name.startswith("hit")])
-def test_a_hit_keeps_nothing(asked):
+def test_a_repeated_hit_allocates_no_lasting_memory(asked):
     batch, limits, _ = ASKED[asked]
     dispatcher = ladder(10)
     identities = {id(dispatcher.dispatch(batch, **limits)) for _ in range(300)}
@@ -129,7 +129,7 @@ def bounds_of_each(sizes: int) -> GraphDispatcher:
 
 
 @pytest.mark.parametrize("make", [ladder, bounds_of_each])
-def test_no_host_makes_what_is_remembered_take_more_than_a_mebibyte(make):
+def test_remembered_dispatches_take_less_than_a_mebibyte_for_any_batches(make):
     dispatcher, excluded = make(100), frozenset({FULL})
     tracemalloc.start()
     try:

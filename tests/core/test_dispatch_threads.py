@@ -28,7 +28,7 @@ def many_switches() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("agreed", [False, True])
-def test_what_is_looked_up_during_a_publish_does_not_outlive_it(agreed):
+def test_a_dispatch_during_a_publish_is_not_remembered_after_it(agreed):
     told, publishing = {}, []
     limits = {"agreed": BatchDescriptor(8)} if agreed else {}
 
@@ -58,7 +58,7 @@ def test_what_is_looked_up_during_a_publish_does_not_outlive_it(agreed):
     assert dispatcher.dispatch(Batch(5), **limits).reason is Reason.HIT
 
 
-def test_a_batch_without_a_graph_is_not_remembered_beyond_a_publish():
+def test_a_missed_batch_is_dispatched_anew_after_a_publish():
     dispatcher = GraphDispatcher("FULL")
     for size, reason in ((2, Reason.TOO_LARGE), (4, Reason.TOO_LARGE), (8, Reason.HIT)):
         dispatcher.publish(FULL, BatchDescriptor(size))
@@ -95,7 +95,7 @@ def best(sizes: frozenset[int], tokens: int) -> int | None:
 @pytest.mark.usefixtures("many_switches")
 @pytest.mark.parametrize("remembered", [REMEMBERED, 3])
 @pytest.mark.parametrize("exclude", [frozenset(), frozenset({GraphMode.PIECEWISE})])
-def test_threads_dispatch_what_is_published_while_another_changes_it(
+def test_threads_dispatch_only_published_graphs_while_another_thread_publishes_and_withdraws(
     exclude, remembered, monkeypatch
 ):
     monkeypatch.setattr(dispatcher_module, "REMEMBERED", remembered)
@@ -150,7 +150,7 @@ def test_threads_dispatch_what_is_published_while_another_changes_it(
 
 
 @pytest.mark.usefixtures("many_switches")
-def test_threads_that_reserve_at_once_get_one_slot_for_each_graph():
+def test_threads_that_reserve_concurrently_get_the_same_slot_for_each_graph():
     dispatcher = GraphDispatcher("FULL")
     slots: list[list[int]] = []
 

@@ -14,12 +14,12 @@ def chained() -> tuple[Exception, list[Exception]]:
     return first, [first, cause, context, behind]
 
 
-def test_every_error_comes_once_nearest_first() -> None:
+def test_error_chain_yields_each_error_once_nearest_first() -> None:
     first, wanted = chained()
     assert list(error_chain(first)) == wanted
 
 
-def test_what_is_left_out_hides_what_is_behind_it() -> None:
+def test_error_chain_omits_left_out_errors_and_their_causes() -> None:
     first, (_, cause, context, _) = chained()
     explained = ValueError()
     explained.__context__ = context
@@ -29,7 +29,7 @@ def test_what_is_left_out_hides_what_is_behind_it() -> None:
     assert list(error_chain(explained, leave_out=ValueError)) == [explained, context]
 
 
-def test_an_error_with_a_source_line_is_another_object() -> None:
+def test_adding_a_source_line_to_an_error_makes_a_new_error() -> None:
     """A frame that raised an object of its own would keep the memory of a failed capture."""
     bare = CaptureError("no room", op="aten::mm", got=1, expected=2, advice="less")
     told = bare.at("model.py:3")

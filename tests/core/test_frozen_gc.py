@@ -9,7 +9,7 @@ import pytest
 from graphrt.core.replay.recording import frozen_gc
 
 
-def test_nested_freezes_end_with_the_outermost():
+def test_nested_frozen_gc_enables_collection_only_at_the_outermost_exit():
     assert gc.isenabled()
     with frozen_gc():
         with frozen_gc():
@@ -25,7 +25,7 @@ def raise_if(frozen: bool) -> None:
 
 
 @pytest.mark.parametrize("was_on", [True, False])
-def test_the_collector_is_as_it_was_after_an_error(was_on):
+def test_frozen_gc_restores_the_garbage_collector_after_an_error(was_on):
     if not was_on:
         gc.disable()
     before = gc.get_freeze_count()
@@ -39,7 +39,7 @@ def test_the_collector_is_as_it_was_after_an_error(was_on):
         gc.enable()
 
 
-def test_what_the_host_froze_is_not_thawed():
+def test_frozen_gc_does_not_unfreeze_objects_the_host_froze():
     gc.freeze()
     try:
         with frozen_gc():
@@ -49,7 +49,7 @@ def test_what_the_host_froze_is_not_thawed():
         gc.unfreeze()
 
 
-def test_garbage_is_not_finalized_by_a_collection_inside():
+def test_a_collection_inside_frozen_gc_finalizes_no_earlier_garbage():
     class Noted:
         def __del__(self) -> None:
             finalized.append(inside)

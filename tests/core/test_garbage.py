@@ -35,7 +35,7 @@ def named(name: str, target: Target, call: Callable[..., Any], right: dict[str, 
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_garbage_is_named_and_the_next_right_call_works(name: str) -> None:
+def test_a_garbage_argument_raises_a_graphrt_error_and_the_next_call_works(name: str) -> None:
     target = TARGETS[name]
     call, right = target.make()
     faults: list[str] = []
@@ -88,7 +88,7 @@ UNTRIED = {
 }
 
 
-def test_everything_public_is_tried() -> None:
+def test_every_public_callable_is_tried_with_garbage() -> None:
     calls = {
         name
         for name in graphrt.__all__
@@ -137,7 +137,9 @@ def test_everything_public_is_tried() -> None:
         ),
     ],
 )
-def test_every_method_that_takes_arguments_is_tried(owner: str, left_out: set[str]) -> None:
+def test_every_public_method_with_arguments_is_tried_with_garbage(
+    owner: str, left_out: set[str]
+) -> None:
     kind = getattr(graphrt, owner)
     methods = {
         name for name, _ in inspect.getmembers(kind, inspect.isroutine) if not name.startswith("_")

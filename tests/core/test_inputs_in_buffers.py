@@ -23,7 +23,7 @@ def both(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("rows", [8, 4, 3])
-def test_inputs_that_lie_in_one_anothers_buffers_are_read_before_they_are_written(
+def test_inputs_swapped_between_their_buffers_are_read_before_being_overwritten(
     rows: int,
 ) -> None:
     """As of a host with two buffers that it swaps after every step."""
@@ -38,7 +38,7 @@ def test_inputs_that_lie_in_one_anothers_buffers_are_read_before_they_are_writte
         assert torch.equal(run(x=slot["y"], y=slot["x"]), both(y, x))
 
 
-def test_an_input_may_lie_some_rows_further_in_its_own_buffer() -> None:
+def test_an_input_may_be_a_shifted_view_of_its_own_buffer() -> None:
     run = runner(both)
     run.capture()
     x, y = torch.randn(2, 8, 8)
@@ -51,7 +51,7 @@ def test_an_input_may_lie_some_rows_further_in_its_own_buffer() -> None:
 
 
 @pytest.mark.parametrize("captured", [False, True])
-def test_an_eager_step_that_returns_its_inputs_does_not_hand_out_the_buffers(
+def test_an_eager_step_that_returns_its_inputs_returns_copies_of_the_buffers(
     captured: bool,
 ) -> None:
     def forward(x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -72,7 +72,7 @@ def test_an_eager_step_that_returns_its_inputs_does_not_hand_out_the_buffers(
 
 
 @pytest.mark.parametrize("rows", [8, 4, 3])
-def test_inputs_that_lie_where_the_graph_reads_them_are_not_copied(rows: int) -> None:
+def test_inputs_that_already_are_the_graphs_buffers_are_not_copied(rows: int) -> None:
     captured = runner(both)
     inputs = captured.inputs
     layout = inputs.layout(max(4, rows), max(4, rows))
@@ -97,7 +97,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_inputs_are_seen_after_like_ones_as_they_are_by_themselves(change: str) -> None:
+def test_changed_inputs_are_classified_the_same_after_ordinary_inputs_as_alone(change: str) -> None:
     captured = runner(both)
     moves = captured.inputs.layout(8, 8).moves(4, 4)
     slab, view = captured.inputs.transport.slab, captured.inputs.buffers["y"]
@@ -115,7 +115,7 @@ def test_inputs_are_seen_after_like_ones_as_they_are_by_themselves(change: str) 
         assert after.addresses == single.addresses
 
 
-def test_kinds_of_inputs_that_take_turns_are_all_remembered() -> None:
+def test_two_alternating_kinds_of_inputs_are_both_remembered() -> None:
     captured = runner(both)
     moves, slab = captured.inputs.layout(8, 8).moves(4, 4), captured.inputs.transport.slab
     x = torch.rand(4, 8)
@@ -129,7 +129,9 @@ def test_kinds_of_inputs_that_take_turns_are_all_remembered() -> None:
 @pytest.mark.parametrize(
     "options", [GraphOptions(lazy=True), GraphOptions(check="always")], ids=["lazy", "tried"]
 )
-def test_what_lies_there_may_come_in_any_mapping(options: GraphOptions) -> None:
+def test_a_nested_input_given_as_its_own_buffer_survives_captures_and_trials(
+    options: GraphOptions,
+) -> None:
     """A capture, and the runs of a trial, write the buffers: what a step brought there is kept
     before."""
     spec = InputSpec(torch.float32, ("tokens", 8))

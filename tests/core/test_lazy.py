@@ -36,7 +36,7 @@ def lazy(max_padding: float | None = None, **arguments: Any) -> GraphRunner:
     )
 
 
-def test_a_graph_that_would_pad_too_much_is_not_captured_for_nothing():
+def test_a_graph_beyond_max_padding_is_not_captured_lazily():
     runner = lazy(max_padding=1.5)
     for _ in range(2):
         runner(Batch(3, 3, 1), x=torch.ones(3, 4))
@@ -47,7 +47,7 @@ def test_a_graph_that_would_pad_too_much_is_not_captured_for_nothing():
     assert [graph.descriptor.num_tokens for graph in runner.report().graphs] == [8]
 
 
-def test_a_planned_graph_that_would_pad_too_much_is_why_a_batch_has_none():
+def test_a_planned_graph_beyond_max_padding_gives_reason_padding():
     dispatcher = GraphDispatcher("FULL", max_padding=2.0)
     dispatcher.reserve(FULL, BatchDescriptor(8))
     assert dispatcher.dispatch(Batch(3)).reason is Reason.PADDING
@@ -57,7 +57,7 @@ def test_a_planned_graph_that_would_pad_too_much_is_why_a_batch_has_none():
     assert dispatcher.planned_for(Batch(3), agreed=BatchDescriptor(4)) is None
 
 
-def test_a_batch_without_loras_gets_the_planned_graph_without():
+def test_a_lazy_batch_without_loras_captures_the_graph_without_loras():
     runner = lazy(sizes=[8], loras=(0, 4))
     runner(Batch(6, 6, 1, num_active_loras=2), x=torch.ones(6, 4))
     assert runner.last_dispatch.descriptor.num_active_loras == 4
@@ -69,7 +69,7 @@ def test_a_batch_without_loras_gets_the_planned_graph_without():
     assert len(runner.report().graphs) == 2
 
 
-def test_a_batch_of_short_contexts_gets_the_planned_graph_of_the_smaller_bound():
+def test_a_lazy_batch_of_short_contexts_captures_the_graph_of_smaller_bound():
     runner = lazy(sizes=[8], bounds=[(64,), (4096,)])
     runner(Batch(6, 6, 1, bounds=(100,)), x=torch.ones(6, 4))
     runner(Batch(6, 6, 1, bounds=(10,)), x=torch.ones(6, 4))
@@ -77,7 +77,7 @@ def test_a_batch_of_short_contexts_gets_the_planned_graph_of_the_smaller_bound()
 
 
 @pytest.mark.parametrize(("nbytes", "word"), [(0, "no rows in memory"), (1 << 10, "wrong dtype")])
-def test_inputs_that_cannot_be_used_are_named_before_a_lazy_capture_copies_them(nbytes, word):
+def test_unusable_inputs_are_refused_before_a_lazy_capture(nbytes, word):
     runner, x = lazy(), torch.ones(8, 4, dtype=torch.float64 if nbytes else torch.float32)
     x.untyped_storage().resize_(nbytes)
     with pytest.raises(InvalidInputError, match=word):
@@ -87,7 +87,7 @@ def test_inputs_that_cannot_be_used_are_named_before_a_lazy_capture_copies_them(
     assert runner.last_dispatch.reason is Reason.HIT
 
 
-def test_a_lazy_step_captures_what_ranks_agreed_on():
+def test_a_lazy_step_captures_only_the_graph_that_ranks_agreed_on():
     runner = lazy(sizes=[4, 8])
     agreed = next(key for key in runner.plan.keys if key[1].num_tokens == 8)[1]
     runner(Batch(3, 3, 1), x=torch.ones(3, 4), agreed=agreed)
@@ -106,7 +106,7 @@ def test_a_lazy_step_captures_what_ranks_agreed_on():
     st.sampled_from([None, 1.0, 1.5, 3.0]),
     st.randoms(use_true_random=False),
 )
-def test_what_is_planned_for_a_batch_is_what_dispatch_would_find_were_it_captured(
+def test_planned_for_returns_the_graph_that_dispatch_finds_after_its_capture(
     published, planned, batch, max_padding, drawn
 ):
     dispatcher = GraphDispatcher("FULL_AND_PIECEWISE", max_padding=max_padding)
@@ -131,7 +131,7 @@ def test_what_is_planned_for_a_batch_is_what_dispatch_would_find_were_it_capture
 
 
 @pytest.mark.parametrize("rows", [(1, 2, 3, 1, 7), (1, 1, 8, 5, 2), (3, 1, 2, 8)])
-def test_axes_that_nobody_declared_are_found_whichever_size_comes_first(rows: tuple[int, ...]):
+def test_undeclared_output_axes_are_found_lazily_for_any_order_of_sizes(rows: tuple[int, ...]):
     """Of one row alone it cannot be told what is a batch axis, and no step of it needs to know."""
     runner = GraphRunner(
         lambda x: {"x": x + 1, "turned": (x * 2).t(), "constant": x.new_ones(1, 4)},

@@ -18,7 +18,7 @@ def streams() -> LentStreams[int]:
     return LentStreams(lambda: next(made), Stream)
 
 
-def test_no_two_have_one_and_what_came_back_is_lent_again():
+def test_no_stream_is_lent_twice_at_once_and_returned_streams_are_reused():
     lent = streams()
     held = [lent.lend(0) for _ in range(33)]
     assert [stream.handle for stream in held] == list(range(1, 34))
@@ -28,13 +28,13 @@ def test_no_two_have_one_and_what_came_back_is_lent_again():
     assert held[-1].handle == 5 and lent.lend(0).handle == 34
 
 
-def test_a_stream_of_one_device_is_not_lent_on_another():
+def test_a_stream_of_a_device_is_not_lent_on_another_device():
     lent = streams()
     assert lent.lend(0).handle == 1
     assert [lent.lend(1).handle, lent.lend(0).handle] == [2, 1]
 
 
-def test_a_loan_keeps_a_stream_whatever_became_of_its_object():
+def test_a_loan_keeps_a_stream_after_its_stream_object_is_collected():
     lent = streams()
     stream = lent.lend(0)
     loan = lent.loan_of(0, stream.handle)

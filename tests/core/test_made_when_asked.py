@@ -36,7 +36,7 @@ class MadeWhenAsked(Mapping[str, Any]):
         return len(self.numbers)
 
 
-def test_each_layer_gets_its_own_values_from_a_mapping_that_builds_them_at_access() -> None:
+def test_an_updates_mapping_that_builds_values_at_access_serves_each_layer() -> None:
     spec = UpdatableTask("attn", lambda out, n: out.fill_(n), {"n": HostArg(None)})
     out, x = torch.zeros(4), torch.zeros(4)
 
@@ -57,7 +57,7 @@ def test_each_layer_gets_its_own_values_from_a_mapping_that_builds_them_at_acces
     assert step(MadeWhenAsked(numbers)) == [20, 21, 22, 23]
 
 
-def test_a_dimension_behind_the_declared_ones_is_looked_at_in_small_batches() -> None:
+def test_an_undeclared_trailing_output_axis_is_checked_at_small_batches() -> None:
     def forward(x: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
         y = x.new_zeros(len(x), max(2, len(s)))
         y[:, : len(s)] = x[:, :1] * s
@@ -81,6 +81,6 @@ def test_a_dimension_behind_the_declared_ones_is_looked_at_in_small_batches() ->
         runner.capture()
 
 
-def test_a_plan_has_one_mode() -> None:
+def test_a_plan_given_two_modes_raises_a_type_error() -> None:
     with pytest.raises(TypeError, match="two values"):
         Plan("FULL", mode="NONE", sizes=[2], platform="cpu")

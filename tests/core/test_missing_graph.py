@@ -42,7 +42,7 @@ def published(mode: GraphMode = FULL) -> GraphDispatcher:
     return dispatcher
 
 
-def test_a_default_wrapper_never_captures_and_says_so_to_the_dispatcher():
+def test_a_wrapper_without_lazy_reports_a_missing_graph_to_the_dispatcher():
     dispatcher, wrapped = published(), wrapper()
     x = torch.ones(4)
     for _ in range(3):
@@ -55,7 +55,7 @@ def test_a_default_wrapper_never_captures_and_says_so_to_the_dispatcher():
     assert dispatcher.not_served_by() == {(FULL, D4): {Reason.MISSING_GRAPH: 3}}
 
 
-def test_a_wrapper_that_has_the_graph_leaves_the_hit_alone():
+def test_a_wrapper_that_replays_its_graph_keeps_the_hit_count():
     dispatcher, wrapped, x = published(), wrapper(lazy=True), torch.ones(4)
     for _ in range(3):
         with dispatcher.step(Batch(3, 3, 1)):
@@ -71,7 +71,7 @@ def test_a_wrapper_that_has_the_graph_leaves_the_hit_alone():
     assert dispatcher.counts()[Reason.MISSING_GRAPH] == 1
 
 
-def test_a_pool_that_is_closed_destroys_the_graphs_of_its_wrappers():
+def test_closing_a_pool_destroys_the_graphs_of_its_wrappers():
     pool = GraphPool("cpu")
     lazy = GraphOptions(lazy=True)
     wrappers = [CPUGraphWrapper(lambda x: x + 1, FULL, pool=pool, options=lazy) for _ in range(2)]
@@ -88,14 +88,14 @@ def test_a_pool_that_is_closed_destroys_the_graphs_of_its_wrappers():
 
 @pytest.mark.parametrize("slot", [-1, 0])
 @pytest.mark.parametrize("descriptor", [None, D4])
-def test_a_context_of_the_hosts_own_is_counted_too(slot, descriptor):
+def test_a_missing_graph_under_a_hosts_own_context_is_counted(slot, descriptor):
     wrapped = wrapper()
     with forward_context("FULL", descriptor, slot=slot):
         wrapped(torch.ones(4))
     assert wrapped.eager_calls[Reason.MISSING_GRAPH] == 1
 
 
-def test_a_host_that_builds_its_context_can_name_the_dispatcher():
+def test_a_hosts_own_context_can_name_the_dispatcher_that_counts_missing_graphs():
     dispatcher = published()
     dispatch = dispatcher.dispatch(Batch(3, 3, 1))
     context = forward_context(dispatch.mode, D4, slot=dispatch.slot, dispatcher=dispatcher)
@@ -104,7 +104,7 @@ def test_a_host_that_builds_its_context_can_name_the_dispatcher():
     assert dispatcher.counts()[Reason.MISSING_GRAPH] == 1
 
 
-def test_several_pieces_of_one_step_are_one_step():
+def test_missing_graphs_of_several_pieces_count_as_a_single_step():
     dispatcher, pieces = published(PIECEWISE), [wrapper(PIECEWISE) for _ in range(3)]
     for step in range(2):
         with dispatcher.step(Batch(3, 3, 1)):
@@ -114,7 +114,7 @@ def test_several_pieces_of_one_step_are_one_step():
     assert [piece.eager_calls[Reason.MISSING_GRAPH] for piece in pieces] == [2, 2, 2]
 
 
-def test_under_strict_it_is_an_error():
+def test_a_strict_wrapper_without_the_graph_raises():
     dispatcher, wrapped = published(), wrapper(strict=True)
     with dispatcher.step(Batch(3, 3, 1)), pytest.raises(CaptureSealedError, match="lazy=True"):
         wrapped(torch.ones(4))
@@ -140,7 +140,7 @@ def runner(**options: Any) -> GraphRunner:
     )
 
 
-def test_a_runner_whose_wrapper_lost_a_graph_reports_it():
+def test_a_runner_whose_wrapper_lost_a_graph_reports_missing_graphs():
     served = runner()
     served.capture()
     x = torch.ones(3, 4)
@@ -167,6 +167,6 @@ def test_a_strict_runner_whose_wrapper_lost_a_graph_raises():
 
 
 @pytest.mark.parametrize("argument", [{"options": {"lazy": True}}, {"pool": 5}])
-def test_a_wrapper_names_arguments_of_another_type(argument):
+def test_a_wrapper_refuses_options_or_a_pool_of_wrong_type(argument):
     with pytest.raises(InvalidOptionError, match=next(iter(argument))):
         CPUGraphWrapper(lambda x: x, FULL, **argument)

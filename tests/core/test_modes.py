@@ -40,7 +40,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("support", "query_len", "requested", "pieces", "expected"), CASES)
-def test_resolution_follows_the_table(support, query_len, requested, pieces, expected):
+def test_resolve_mode_gives_the_mode_of_the_design_table(
+    support, query_len, requested, pieces, expected
+):
     resolution = resolve_mode(
         requested,
         attention=AttentionSupport[support],
@@ -54,7 +56,7 @@ def test_resolution_follows_the_table(support, query_len, requested, pieces, exp
 
 
 @pytest.mark.parametrize(("support", "query_len", "requested", "pieces", "expected"), CASES)
-def test_strict_refuses_exactly_where_there_would_be_a_step(
+def test_refuse_steps_raises_exactly_if_the_mode_was_stepped_down(
     support, query_len, requested, pieces, expected
 ):
     resolution = resolve_mode(
@@ -80,7 +82,7 @@ def test_strict_refuses_exactly_where_there_would_be_a_step(
         (FDO, "NEVER", N),
     ],
 )
-def test_a_pass_that_sees_the_whole_graph_turns_pieces_off(requested, support, expected):
+def test_a_module_with_a_whole_graph_pass_disables_piecewise_modes(requested, support, expected):
     resolution = resolve_mode(
         requested, attention=AttentionSupport[support], compiled=[module(whole=True)]
     )
@@ -101,7 +103,7 @@ def module(graphs: bool = True, whole: bool = False) -> SimpleNamespace:
         ([module(), module()], FAP, FAP, []),
     ],
 )
-def test_one_module_decides_for_the_whole_forward(modules, requested, expected, rules):
+def test_the_most_restricted_compiled_module_decides_the_mode(modules, requested, expected, rules):
     resolution = resolve_mode(requested, compiled=modules)
     assert resolution.mode.name == expected
     assert [step.rule for step in resolution.steps] == rules
@@ -109,23 +111,23 @@ def test_one_module_decides_for_the_whole_forward(modules, requested, expected, 
     assert resolution.pieces is (None if whole else PieceProvider.BREAKABLE)
 
 
-def test_graphs_that_are_switched_off_are_the_last_step(monkeypatch):
+def test_graphrt_mode_none_is_the_last_step_of_mode_resolution(monkeypatch):
     monkeypatch.setenv("GRAPHRT_MODE", "NONE")
     resolution = resolve_mode("FULL", attention="UNIFORM_BATCH")
     assert [step.rule for step in resolution.steps] == ["attention-mixed", "environment"]
     assert resolution.mode is GraphMode.NONE
 
 
-def test_without_levels_attention_can_be_in_any_graph():
+def test_an_empty_attention_mapping_restricts_no_mode():
     assert resolve_mode("FULL", attention={}).steps == ()
 
 
 @pytest.mark.parametrize(("pieces", "expected"), [("breakable", FAP), (None, N), ("fx", FAP)])
-def test_the_default_depends_on_pieces(pieces, expected):
+def test_the_default_mode_depends_on_the_provider_of_pieces(pieces, expected):
     assert resolve_mode(None, pieces=pieces).mode.name == expected
 
 
-def test_the_lowest_backend_decides_and_is_named():
+def test_the_least_capable_attention_backend_decides_and_is_named():
     levels = {"flash": AttentionSupport.ALWAYS, "mamba": AttentionSupport.UNIFORM_BATCH}
     (step,) = resolve_mode("FULL", attention=levels).steps
     assert step.backend == "mamba"
@@ -133,12 +135,12 @@ def test_the_lowest_backend_decides_and_is_named():
 
 
 @pytest.mark.parametrize("text", ["full", " Full ", "FULL", GraphMode.FULL])
-def test_modes_are_parsed_in_any_case(text):
+def test_mode_names_are_parsed_in_any_case(text):
     assert GraphMode.parse(text) is GraphMode.FULL
 
 
 @pytest.mark.parametrize("text", ["", "EAGER", "FULL+PIECEWISE", None, 3])
-def test_an_unknown_mode_is_a_named_error_that_lists_the_known_ones(text):
+def test_parsing_an_unknown_mode_raises_and_lists_the_known_modes(text):
     with pytest.raises(InvalidModeError, match="FULL_DECODE_ONLY"):
         GraphMode.parse(text)
 
@@ -151,7 +153,7 @@ def test_only_none_piecewise_and_full_are_runtime_modes():
     ("asked", "provider"),
     [("auto", PieceProvider.FX), ("fx", PieceProvider.FX), ("inductor", PieceProvider.INDUCTOR)],
 )
-def test_pieces_that_a_module_brings_are_what_auto_stands_for(asked, provider):
+def test_pieces_auto_uses_the_provider_that_a_compiled_module_brings(asked, provider):
     brings = SimpleNamespace(graphs=True, provides=PieceProvider.FX, whole_graph=False)
     assert provider_of([brings], asked) is provider
     with pytest.raises(InvalidOptionError, match="one by one"):

@@ -15,7 +15,7 @@ native_replays.main(int(sys.argv[1]))
 
 
 @pytest.mark.parametrize("programs", [8, pytest.param(60, marks=pytest.mark.long)])
-def test_random_steps_and_faults_leave_the_same_with_it_and_without(
+def test_random_steps_and_faults_give_equal_results_in_c_and_python(
     built: Path, programs: int
 ) -> None:
     for each in run(STEPS, programs, built).rpartition("fast: ")[2].split(" and "):
@@ -57,7 +57,7 @@ for kind in None, native:
 """
 
 
-def test_an_input_that_requires_a_gradient_is_no_plain_hit(built: Path) -> None:
+def test_inputs_that_require_gradients_are_served_alike_in_c_and_python(built: Path) -> None:
     expected = "0 0 0 0 0 0 1 0 0 0 1 0 1 0 0 0"
     assert run(GRADED, built).splitlines() == [expected, expected]
 
@@ -224,7 +224,7 @@ for nested in (
 """
 
 
-def test_a_step_inside_of_another_is_told_from_it(built: Path) -> None:
+def test_nested_and_interrupted_steps_behave_alike_in_c_and_python(built: Path) -> None:
     assert run(NESTED, built).splitlines() == [
         "('busy', 2)",
         "([8, 8, 8], [0, 1, 2], 6)",

@@ -47,7 +47,7 @@ class Device(Captures[Memory]):
 
 
 @pytest.mark.parametrize("recorded", [True, False])
-def test_a_graph_that_recorded_nothing_is_reset_at_the_end_of_its_capture(recorded):
+def test_a_graph_that_recorded_no_work_is_reset_at_capture_end(recorded):
     device, graph, memory = Device(recorded), Graph(), Memory()
     device.begin(graph, memory)
     assert device.is_any_open() and device.memory_of(graph) is memory
@@ -56,7 +56,7 @@ def test_a_graph_that_recorded_nothing_is_reset_at_the_end_of_its_capture(record
     assert not device.is_any_open()
 
 
-def test_a_capture_whose_end_fails_is_open_until_it_is_taken_back():
+def test_a_capture_whose_end_raises_stays_open_until_its_abort():
     device, graph = Device(ValueError("lost")), Graph()
     device.begin(graph, Memory())
     with pytest.raises(ValueError, match="lost"):
@@ -67,7 +67,7 @@ def test_a_capture_whose_end_fails_is_open_until_it_is_taken_back():
     assert not device.is_any_open()
 
 
-def test_what_is_taken_back_and_never_began_is_reset():
+def test_aborting_a_graph_whose_capture_never_began_resets_it():
     device, graph = Device(True), Graph()
     device.abort(graph)
     assert (device.taken_back, graph.resets) == ([], 1)

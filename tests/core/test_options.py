@@ -46,12 +46,12 @@ OPTIONS = st.builds(
 )
 
 
-def test_defaults() -> None:
+def test_graph_options_have_the_documented_defaults() -> None:
     options = GraphOptions()
     assert options.warmups == 1 and options.state_limit_bytes is None
 
 
-def test_every_field_is_checked() -> None:
+def test_every_field_of_the_options_has_a_check() -> None:
     for owner, checks in (
         (GraphOptions, module._CHECKS),
         (CompileOptions, compile_options.CHECKS),
@@ -59,43 +59,43 @@ def test_every_field_is_checked() -> None:
         assert list(checks) == [each.name for each in dataclasses.fields(owner)]
 
 
-def test_from_code_takes_names_and_lists() -> None:
+def test_breaks_given_as_a_list_become_a_tuple() -> None:
     options = GraphOptions(breaks=["a::b"])  # type: ignore[arg-type]
     assert options.breaks == ("a::b",)
     assert hash(options) == hash(GraphOptions(breaks=("a::b",)))
 
 
 @given(OPTIONS)
-def test_round_trips(options: GraphOptions) -> None:
+def test_options_survive_a_round_trip_through_dict_and_json(options: GraphOptions) -> None:
     assert GraphOptions.from_dict(options.to_dict()) == options
     assert GraphOptions.from_dict(json.loads(json.dumps(options.to_dict()))) == options
 
 
 @given(OPTIONS)
-def test_settings_round_trip(options: GraphOptions) -> None:
+def test_options_survive_a_round_trip_through_settings(options: GraphOptions) -> None:
     plain = options.to_dict()
     settings = [f"{key}={json.dumps(value)}" for key, value in plain.items()]
     assert GraphOptions.from_dict(read_settings(settings)) == options
 
 
-def test_from_settings() -> None:
+def test_settings_are_parsed_into_options_of_the_right_types() -> None:
     options = GraphOptions.from_dict(
         read_settings(["outputs=clone", "strict=true", "max_padding=1"])
     )
     assert options == GraphOptions(outputs="clone", strict=True, max_padding=1.0)
 
 
-def test_later_settings_win() -> None:
+def test_a_later_setting_overrides_an_earlier_setting() -> None:
     assert GraphOptions.from_dict(read_settings(["warmups=0", "warmups=2"])).warmups == 2
 
 
-def test_settings_go_on_top_of_a_base_and_can_unset() -> None:
+def test_settings_override_base_options_and_null_unsets_an_option() -> None:
     base = GraphOptions(warmups=3, max_padding=2.0)
     options = base.merged(read_settings(["max_padding=null"]))
     assert (options.warmups, options.max_padding) == (3, None)
 
 
-def test_what_describes_batches_is_the_plans() -> None:
+def test_settings_of_mode_and_sizes_become_plan_arguments() -> None:
     arguments, options = runner_settings(["mode=FULL", "sizes=[1,2]", "outputs=clone"])
     assert arguments == {"mode": "FULL", "sizes": [1, 2]}
     assert options == GraphOptions(outputs="clone")
@@ -103,18 +103,18 @@ def test_what_describes_batches_is_the_plans() -> None:
         GraphOptions.from_dict(read_settings(["mode=FULL"]))
 
 
-def test_one_operator_needs_no_brackets() -> None:
+def test_a_single_operator_setting_needs_no_brackets() -> None:
     assert GraphOptions.from_dict(read_settings(["breaks=mine::attention"])).breaks == (
         "mine::attention",
     )
 
 
-def test_values_are_never_evaluated() -> None:
+def test_settings_values_are_never_evaluated_as_python() -> None:
     with pytest.raises(InvalidOptionError, match="__import__"):
         GraphOptions.from_dict(read_settings(["warmups=__import__('os').getpid()"]))
 
 
-def test_merged_leaves_the_original() -> None:
+def test_merged_leaves_the_original_options_unchanged() -> None:
     before = GraphOptions(warmups=2)
     assert before.merged({"strict": True}) == GraphOptions(warmups=2, strict=True)
     assert before == GraphOptions(warmups=2)
@@ -131,14 +131,16 @@ def test_merged_leaves_the_original() -> None:
         ("Sizes", [1], "sizes"),
     ],
 )
-def test_unknown_key_names_the_nearest(key: str, value: Any, nearest: str) -> None:
+def test_an_unknown_setting_is_advised_the_nearest_option(
+    key: str, value: Any, nearest: str
+) -> None:
     with pytest.raises(InvalidOptionError) as caught:
         runner_settings([f"{key}={json.dumps(value)}"])
     assert key in caught.value.what and caught.value.advice == nearest
     assert repr(value) in str(caught.value.got)
 
 
-def test_unknown_key_like_no_other() -> None:
+def test_an_unknown_option_without_near_match_lists_all_options() -> None:
     with pytest.raises(InvalidOptionError, match="unknown option 'zzzzzz'") as caught:
         GraphOptions.from_dict({"zzzzzz": 1})
     assert "warmups" in str(caught.value.expected)
@@ -183,7 +185,7 @@ WRONG_COMPILE = [
     [(GraphOptions, "", *each) for each in WRONG]
     + [(CompileOptions, "compile.", *each) for each in WRONG_COMPILE],
 )
-def test_wrong_value_names_key_value_and_expectation(
+def test_a_wrong_option_value_raises_with_key_value_and_expectation(
     owner: Any, prefix: str, key: str, value: Any
 ) -> None:
     with pytest.raises(InvalidOptionError) as caught:
@@ -193,22 +195,22 @@ def test_wrong_value_names_key_value_and_expectation(
     assert error.got is not None and error.expected and error.advice
 
 
-def test_nearest_choice() -> None:
+def test_a_misspelled_choice_is_advised_the_nearest_choice() -> None:
     with pytest.raises(InvalidOptionError, match="outputs=pool"):
         GraphOptions.from_dict(read_settings(["outputs=Pools"]))
 
 
 @pytest.mark.parametrize("setting", ["mode", "=3", "", " =1"])
-def test_setting_without_key_or_value(setting: str) -> None:
+def test_a_setting_without_key_or_value_raises(setting: str) -> None:
     with pytest.raises(InvalidOptionError, match="key=value"):
         GraphOptions.from_dict(read_settings([setting]))
 
 
-def test_dots_into_a_plain_option() -> None:
+def test_a_dotted_setting_below_a_plain_option_raises() -> None:
     with pytest.raises(InvalidOptionError, match="warmups"):
         GraphOptions.from_dict(read_settings(["warmups.x=1"]))
 
 
-def test_what_is_no_options() -> None:
+def test_from_dict_refuses_an_argument_that_is_no_dict() -> None:
     with pytest.raises(InvalidOptionError, match="a dict of options"):
         GraphOptions.from_dict([1])  # type: ignore[arg-type]

@@ -38,19 +38,21 @@ BENT = {
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 @pytest.mark.parametrize("sizes", [[1, 2, 4, 8], [2, 4, 8], [4, 8], [8], [4, 16]], ids=str)
 @pytest.mark.parametrize("name", BENT)
-def test_a_size_that_bends_at_a_small_batch_is_refused(name, sizes, mode, check):
+def test_an_output_whose_size_is_capped_or_rounded_at_small_batches_is_refused(
+    name, sizes, mode, check
+):
     with pytest.raises(OutputError) as caught:
         captured(BENT[name], sizes, mode=mode, options=GraphOptions(check=check))
     assert caught.value.advice
 
 
 @pytest.mark.parametrize("sizes", [[1, 4], [4, 8], [8]], ids=str)
-def test_a_declared_constant_is_held_against_a_small_batch(sizes):
+def test_a_declared_constant_output_size_is_checked_at_a_small_batch(sizes):
     with pytest.raises(OutputError, match="outputs="):
         captured(BENT["first rows"], sizes, outputs=(3, 4))
 
 
-def test_what_is_advised_works():
+def test_the_advice_of_a_refused_output_size_works():
     with pytest.raises(OutputError, match="let the caller cut them"):
         captured(BENT["first rows"], [4, 8])
     run = captured(lambda x: x + 1, [4, 8])
@@ -77,7 +79,7 @@ STRAIGHT = {
 @pytest.mark.parametrize("sizes", [[1, 2, 4, 8], [4, 8], [8], [6, 12]], ids=str)
 @pytest.mark.parametrize("name", STRAIGHT)
 @pytest.mark.filterwarnings("error")
-def test_straight_sizes_are_served(name, sizes, mode):
+def test_outputs_of_proportional_or_constant_size_are_served_by_graphs(name, sizes, mode):
     forward, outputs = STRAIGHT[name]
     run = captured(forward, sizes, mode=mode, outputs=outputs)
     for count in (sizes[-1], 1, 2, 3, 4, 5):
@@ -87,7 +89,7 @@ def test_straight_sizes_are_served(name, sizes, mode):
 
 
 @pytest.mark.parametrize("sizes", [[4, 8], [8]], ids=str)
-def test_a_forward_that_does_not_run_at_few_tokens_is_served_at_others(sizes):
+def test_a_forward_that_fails_at_small_batches_is_served_at_larger_batches(sizes):
     def forward(x):
         if x.shape[0] < 3:
             raise ValueError("too few")
@@ -99,7 +101,7 @@ def test_a_forward_that_does_not_run_at_few_tokens_is_served_at_others(sizes):
 
 
 @pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError])
-def test_a_lack_of_memory_at_a_size_that_is_only_looked_at_is_no_property_of_the_size(error):
+def test_running_out_of_memory_while_comparing_output_sizes_raises(error):
     def forward(x: torch.Tensor) -> torch.Tensor:
         if x.shape[0] != 4:
             raise error("no room")
@@ -110,7 +112,7 @@ def test_a_lack_of_memory_at_a_size_that_is_only_looked_at_is_no_property_of_the
 
 
 @pytest.mark.parametrize("query_len", [2, 3])
-def test_uniform_batches_are_compared_at_whole_requests(query_len):
+def test_output_sizes_of_decode_batches_are_compared_at_whole_requests(query_len):
     seen = []
 
     def forward(x):
@@ -128,7 +130,7 @@ def test_uniform_batches_are_compared_at_whole_requests(query_len):
     assert all(count % query_len == 0 for count in seen)
 
 
-def test_a_size_seen_later_is_compared_too():
+def test_capture_next_compares_the_output_sizes_of_later_graphs():
     run = runner(BENT["first rows"], sizes=[2, 4, 8], outputs=None)
 
     def capture_all():

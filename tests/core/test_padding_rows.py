@@ -36,12 +36,12 @@ def static(specs: Any, tokens: int = 4, reqs: int = 4) -> StaticInputs:
         ({"pairs": PAIRS}, []),
     ],
 )
-def test_addresses_of_padding_are_those_of_index_inputs(specs, addresses):
+def test_padding_addresses_are_the_padding_values_of_index_inputs(specs, addresses):
     assert static(specs).declared.addresses == addresses
 
 
 @pytest.mark.parametrize("pad", [None, "repeat"])
-def test_an_index_input_has_an_address_for_its_padding(pad):
+def test_an_index_input_spec_without_a_padding_value_is_refused(pad):
     with pytest.raises(InvalidInputError):
         InputSpec(torch.int64, ("tokens",), pad=pad, index=True)
 
@@ -63,12 +63,12 @@ SPECS = {"x": X, "nested": {"slots": SLOTS}, "table": TABLE, "nowhere": NOWHERE}
         ({"nested.slots": torch.tensor([3]), "table": torch.tensor([1])}, [0]),
     ],
 )
-def test_what_padding_addresses_is_nobodys_unless_a_live_row_does(values, unused):
+def test_a_padding_address_is_unused_unless_a_live_row_holds_it(values, unused):
     assert static(SPECS).declared.unused_addresses(values) == unused
 
 
 @pytest.mark.parametrize("live", [1, 2, 3, 4])
-def test_padding_holds_the_first_live_row_after_a_disturbance(live):
+def test_disturb_fills_padding_rows_with_the_first_live_row(live):
     inputs = static({"pairs": PAIRS, "columns": COLUMNS, "whole": WHOLE, "slots": SLOTS})
     columns = torch.arange(8.0).view(2, 4)
     views = inputs.layout(4, 4).views
@@ -83,7 +83,7 @@ def test_padding_holds_the_first_live_row_after_a_disturbance(live):
     assert all(torch.equal(views[name], before[name]) for name in before)
 
 
-def test_a_disturbance_stays_inside_of_the_graphs_own_size():
+def test_disturb_changes_only_rows_within_the_graphs_size():
     inputs = static({"pairs": PAIRS, "reqs": REQS}, tokens=8, reqs=6)
     inputs.buffers["pairs"].copy_(torch.arange(16.0).view(8, 2))
     inputs.buffers["reqs"].copy_(torch.arange(6))
@@ -92,7 +92,7 @@ def test_a_disturbance_stays_inside_of_the_graphs_own_size():
     assert inputs.buffers["reqs"].tolist() == [0, 1, 0, 3, 4, 5]
 
 
-def test_what_no_input_has_differs_from_no_padding():
+def test_differing_ignores_values_that_belong_to_no_declared_input():
     values = {"table": torch.tensor([[5, 5]], dtype=torch.int32), "unknown": torch.ones(1)}
     declared = static(SPECS).declared
     assert declared.differing(values, ["tokens", "reqs"]) == {"tokens": set(), "reqs": {"table"}}

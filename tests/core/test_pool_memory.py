@@ -62,7 +62,7 @@ def test_a_pool_owns_the_segments_of_its_handle_on_its_device():
     assert memory.bytes() == 0
 
 
-def test_segments_of_a_pool_before_are_its_own_until_they_are_gone():
+def test_segments_of_a_previous_pool_handle_stay_owned_until_freed():
     device = Memory()
     memory, first = device.memory, device.memory.handle()
     device.has((100, 50, first))
@@ -79,7 +79,7 @@ def test_segments_of_a_pool_before_are_its_own_until_they_are_gone():
     assert memory.bytes() == 50 and not memory.owns(100)
 
 
-def test_a_thread_allocates_in_the_pool_until_it_leaves():
+def test_allocating_routes_a_threads_allocations_to_the_pool_until_exit():
     device = Memory()
     routing = device.memory.allocating()
     assert device.calls == []

@@ -26,7 +26,7 @@ ERRORS = {
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("failing", range(8))
 @pytest.mark.parametrize("outputs", [None, ("tokens", 4)], ids=["found", "declared"])
-def test_a_restore_that_fails_once_leaves_state_as_it_was(outputs, failing, error):
+def test_a_state_restore_that_fails_once_is_repeated_by_capture(outputs, failing, error):
     sizes = [4] if outputs is None else [2, 4]
     count, restores = torch.zeros(1), []
 
@@ -50,7 +50,7 @@ def test_a_restore_that_fails_once_leaves_state_as_it_was(outputs, failing, erro
 
 
 @pytest.mark.parametrize("name", ["rounding_of", "difference"])
-def test_a_trial_that_fails_while_it_judges_leaves_state_as_it_was(name, monkeypatch):
+def test_a_trial_that_raises_while_comparing_outputs_restores_state(name, monkeypatch):
     count = torch.zeros(1)
 
     def forward(x: torch.Tensor) -> torch.Tensor:

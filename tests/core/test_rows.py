@@ -31,7 +31,7 @@ def runner_of(model: torch.nn.Module, **more: Any) -> GraphRunner[torch.Tensor]:
 
 
 @pytest.mark.parametrize("outputs", [("rows", 5), ("tokens", 5), None])
-def test_rows_are_padded_and_cut_as_tokens_are(outputs: Any):
+def test_inputs_and_outputs_by_rows_are_padded_and_cut(outputs: Any):
     model = classifier()
     runner = runner_of(model, outputs=outputs)
     runner.capture()
@@ -44,7 +44,7 @@ def test_rows_are_padded_and_cut_as_tokens_are(outputs: Any):
         assert torch.equal(scores, runner(Batch(rows), images=images))
 
 
-def test_errors_say_rows_where_the_user_does():
+def test_errors_say_rows_if_the_inputs_declare_rows():
     two = {"a": InputSpec(torch.float32, ("rows", 4)), "b": InputSpec(torch.float32, ("tokens", 4))}
     runner = GraphRunner(lambda a, b: a + b, mode="FULL", sizes=[4], inputs=two, platform="cpu")
     assert torch.equal(runner(a=torch.ones(3, 4), b=torch.ones(3, 4)), torch.full((3, 4), 2.0))
@@ -66,11 +66,11 @@ def test_errors_say_rows_where_the_user_does():
         runner(Batch(3), images=torch.ones(2, 3, 8, 8))
 
 
-def test_a_host_argument_has_rows():
+def test_a_host_argument_may_have_the_axis_rows():
     assert HostArg(axis="rows").fitted("lengths", [3, 4], 4, None, live=Batch(2)) == [3, 4, 0, 0]
 
 
-def test_a_second_axis_is_bucketed_by_bounds():
+def test_bounds_select_the_graph_by_the_length_of_a_second_axis():
     """docs/how-to/resolutions.md: the input has the longest length, and a graph reads its bound."""
     torch.manual_seed(0)
     layer = torch.nn.Linear(8, 8).eval()

@@ -28,7 +28,7 @@ def segment(platform: Listening) -> Segment:
     return Segment(platform, None, tasks)  # type: ignore[arg-type]
 
 
-def test_a_replay_without_changes_has_the_arguments_of_the_replay_before():
+def test_a_segment_replay_without_changes_repeats_the_last_task_arguments():
     platform = Listening()
     replayed = segment(platform)
     replayed.replay()
@@ -38,7 +38,7 @@ def test_a_replay_without_changes_has_the_arguments_of_the_replay_before():
     assert platform.told == [(False, old), (True, new), (False, new)]
 
 
-def test_a_failed_update_leaves_the_arguments_as_they_were():
+def test_a_failed_segment_update_keeps_the_previous_task_arguments():
     platform = Listening()
     replayed = segment(platform)
     platform.fail = True
@@ -55,7 +55,7 @@ def likeness_of(spec: UpdatableTask, *args: Any, **kwargs: Any) -> object:
     return CapturedTask(spec, "any name", None, args, kwargs, {"length": 0}).likeness()
 
 
-def test_tasks_are_alike_if_only_the_place_of_their_tensors_differs():
+def test_tasks_have_equal_likeness_if_only_their_device_tensors_addresses_differ():
     spec = UpdatableTask("attention", lambda **_: None, {"length": HostArg(None)})
     on_device = [torch.empty(4, 2, device="meta") for _ in range(2)]
     assert likeness_of(spec, on_device[0], 1, scale=0.5) == likeness_of(

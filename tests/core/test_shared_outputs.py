@@ -96,7 +96,7 @@ AXES = {"expanded": [("tokens", 16), ("tokens", 5), (16, "tokens")]}
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("outputs", OUTPUTS)
-def test_their_values_are_those_of_eager(device, case, mode, outputs):
+def test_outputs_that_share_memory_have_the_values_of_eager(device, case, mode, outputs):
     torch.manual_seed(0)
     eager, model = Forward(device), Forward(device)
     model.weight.copy_(eager.weight)
@@ -111,7 +111,7 @@ def test_their_values_are_those_of_eager(device, case, mode, outputs):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("case", CASES)
-def test_each_is_marked_by_itself_where_storages_are_handed_out(case, mode, monkeypatch):
+def test_a_held_output_that_shares_memory_is_marked_unreadable(case, mode, monkeypatch):
     """As on CUDA, but that nothing is marked: this torch may have been built without it."""
     marked = []
     monkeypatch.setattr(handout, "can_mark_unreadable", True)
@@ -137,7 +137,7 @@ def test_each_is_marked_by_itself_where_storages_are_handed_out(case, mode, monk
     runner.close()
 
 
-def test_a_clone_beside_its_view_is_the_callers_alone():
+def test_cloned_outputs_that_were_views_of_each_other_are_independent():
     runner = runner_of(Forward("cpu").views, "cpu", "FULL", "clone")
     x = torch.randn(4, WIDTH)
     for _ in range(3):
@@ -151,7 +151,7 @@ def test_a_clone_beside_its_view_is_the_callers_alone():
 
 
 @pytest.mark.parametrize("outputs", ["pool", "clone"])
-def test_a_conjugate_beside_its_own_has_its_values(outputs):
+def test_a_tensor_and_its_conjugate_both_have_right_output_values(outputs):
     def forward(x):
         y = torch.view_as_complex(x.view(-1, WIDTH // 2, 2) * 2)
         return y, y.conj()

@@ -52,6 +52,6 @@ if sys.argv[3] == "cycle":
     ],
 )
 @pytest.mark.parametrize("shape", [pytest.param("plain", marks=pytest.mark.long), "cycle"])
-def test_a_step_of_a_finalizer_does_not_end_the_process(check, captured, told, shape):
+def test_a_step_in_a_finalizer_at_interpreter_shutdown_does_not_abort(check, captured, told, shape):
     done = starts.run("-c", PROGRAM, check, captured, shape, finalized=True)
     assert done.stdout.split() == [told] and done.returncode == 0, done.stderr[-2000:]

@@ -87,7 +87,7 @@ def written(slot: InputSlot, inputs: dict[str, torch.Tensor]) -> InputSlot:
 
 
 @pytest.mark.parametrize("rows", [2, 3, 7, 8, 9, 20])
-def test_a_step_of_a_slot_is_the_step_of_its_values(platform, rows):
+def test_a_step_by_slot_equals_a_step_by_values(platform, rows):
     by_slot, by_value = runner_of(platform), runner_of(platform)
     for seed in range(3):
         inputs, batch = values(rows, seed), Batch(rows, rows, 1)
@@ -103,7 +103,7 @@ def test_a_step_of_a_slot_is_the_step_of_its_values(platform, rows):
         assert by_slot.last_dispatch.reason is (Reason.HIT if rows <= 8 else Reason.TOO_LARGE)
 
 
-def test_a_slot_is_a_mapping_of_live_rows_that_hold_padding(platform):
+def test_a_new_slot_maps_input_names_to_live_rows_filled_with_padding(platform):
     runner = runner_of(platform)
     slot = runner.slot(Batch(3, 3, 1))
     assert list(slot) == list(SPECS)
@@ -120,7 +120,7 @@ def test_a_slot_is_a_mapping_of_live_rows_that_hold_padding(platform):
     assert torch.equal(runner(slot)["rows"], forward(**{name: slot[name] for name in slot})["rows"])
 
 
-def test_a_slot_is_written_and_run_again_and_values_beside_it_come_first(platform):
+def test_a_slot_can_be_reused_and_keyword_inputs_override_its_values(platform):
     runner, other = runner_of(platform), runner_of(platform)
     slot = runner.slot(Batch(3, 3, 1))
     for seed in range(5):
@@ -135,7 +135,7 @@ def test_a_slot_is_written_and_run_again_and_values_beside_it_come_first(platfor
         runner.slot(Batch(3))
 
 
-def test_padding_is_written_at_every_use_of_a_slot(platform):
+def test_padding_rows_are_rewritten_at_each_step_by_slot(platform):
     runner = runner_of(platform)
     for rows in (8, 5, 8, 6, 7, 5) * 15:
         inputs = values(rows, rows)
@@ -148,7 +148,7 @@ def test_padding_is_written_at_every_use_of_a_slot(platform):
         assert torch.equal(seen, expected)
 
 
-def test_a_slot_outlives_a_release_as_its_values(platform):
+def test_a_slot_made_before_release_runs_eagerly_with_its_values(platform):
     runner, inputs = runner_of(platform), values(3)
     slot = written(runner.slot(Batch(3, 3, 1)), inputs)
     runner.release()
@@ -168,7 +168,7 @@ def runner_of_rows(platform, **options):
     )
 
 
-def test_the_first_steps_of_slots_are_tried(platform):
+def test_the_first_steps_by_slot_are_trials(platform):
     runner = runner_of_rows(platform, strict=True)
     runner.capture()
     for rows in (8, 2, 5, 3, 8):
@@ -178,7 +178,7 @@ def test_the_first_steps_of_slots_are_tried(platform):
     assert {each.status for each in runner.report().trust.trials} == {"tried", "untried"}
 
 
-def test_lazy_captures_take_the_values_of_their_slot(platform):
+def test_a_lazy_capture_triggered_by_a_slot_keeps_the_slots_values(platform):
     runner = runner_of_rows(platform, lazy=True)
     for rows in (3, 8, 1, 3, 5):
         inputs = values(rows, rows)
@@ -188,12 +188,12 @@ def test_lazy_captures_take_the_values_of_their_slot(platform):
 
 
 @pytest.mark.parametrize("how", [{"inputs_in_graph": True}, {"inputs_in_graph": False}])
-def test_mixed_steps_by_slots_and_by_values_see_their_own_inputs(platform, how):
+def test_mixed_steps_by_slot_and_by_values_read_their_own_inputs(platform, how):
     log = Log(platform, "cpu", 300, **how)
     mixed_steps(log, 300, 9, aborts=0.1, recaptures=0.01, slots=0.7)
 
 
-def test_an_aborted_step_uses_its_slot_up(platform):
+def test_a_step_by_slot_after_an_aborted_step_reads_its_own_inputs(platform):
     log, rng = Log(platform, "cpu", 20, mode="FULL"), random.Random(4)
     for step in range(20):
         log.abort(rng, step, slot=True)
@@ -201,7 +201,7 @@ def test_an_aborted_step_uses_its_slot_up(platform):
     log.check(20)
 
 
-def test_dotted_names_of_nested_inputs():
+def test_a_slot_names_nested_inputs_with_dots():
     runner = GraphRunner(
         lambda hidden: hidden["a"] + hidden["b"],
         inputs={"hidden": {name: InputSpec(torch.float32, ("tokens",)) for name in "ab"}},

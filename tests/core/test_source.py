@@ -18,7 +18,7 @@ def fails(x: torch.Tensor) -> torch.Tensor:
     return x.view(-1, 3)  # 8 elements
 
 
-def test_the_innermost_line_outside_of_torch_and_graphrt_is_named():
+def test_the_source_of_an_error_is_the_innermost_user_line():
     try:
         fails(torch.zeros(8))
     except RuntimeError as error:
@@ -28,17 +28,17 @@ def test_the_innermost_line_outside_of_torch_and_graphrt_is_named():
     assert str(source).endswith("in fails: return x.view(-1, 3)  # 8 elements")
 
 
-def test_who_asks_for_the_line_is_named_if_it_is_the_users_own():
+def test_user_source_called_from_user_code_gives_the_calling_line():
     source = user_source()
     assert source is not None
-    assert str(source).endswith("it_is_the_users_own: source = user_source()")
+    assert str(source).endswith("user_code_gives_the_calling_line: source = user_source()")
 
 
-def test_an_error_that_came_through_no_user_code_has_none():
+def test_an_error_raised_by_no_user_code_has_no_source():
     assert source_of(RuntimeError("never raised")) is None
 
 
-def test_a_failed_capture_names_the_line():
+def test_a_failed_capture_raises_the_forwards_own_error_with_its_traceback():
     wrapper = CPUGraphWrapper(fails, GraphMode.FULL, pool=GraphPool("cpu"))
     context = forward_context("FULL", None)
     context.capture = CaptureTransaction()
@@ -50,7 +50,7 @@ def test_a_failed_capture_names_the_line():
     assert "fails" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
 
 
-def test_generated_code_whose_lines_are_forgotten_stands_for_nothing():
+def test_source_lines_of_generated_code_are_mapped_until_forgotten():
     made = compile("def made():\n    return user_source()\n", "<generated>", "exec")
     names = {"user_source": user_source}
     exec(made, names)

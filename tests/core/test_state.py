@@ -10,7 +10,7 @@ from graphrt.core.base.errors import InvalidOptionError, StaleInputError, StateT
 from graphrt.core.trust.snapshot import StateSnapshot
 
 
-def test_tensors_are_restored_in_place_as_often_as_asked():
+def test_a_state_snapshot_restores_tensors_in_place_repeatedly():
     tensor, scalar = torch.arange(4.0), torch.tensor(3)
     saved = StateSnapshot("cpu", 1 << 20, declared=[tensor, scalar])
     for _ in range(2):
@@ -22,7 +22,7 @@ def test_tensors_are_restored_in_place_as_often_as_asked():
 
 
 @pytest.mark.parametrize("rows", [slice(1, 3), [1, 2], torch.tensor([1, 2])])
-def test_only_the_named_rows_are_saved(rows):
+def test_a_state_snapshot_of_rows_restores_only_those_rows(rows):
     tensor = torch.arange(4.0)
     saved = StateSnapshot("cpu", 8, declared=[State(tensor, rows=rows)])
     tensor.fill_(9)
@@ -39,7 +39,7 @@ def test_only_the_named_rows_are_saved(rows):
     ],
     ids=["other memory", "other memory of another shape", "another shape"],
 )
-def test_state_that_is_given_other_memory_or_another_shape_is_named_and_put_back(change):
+def test_restoring_state_that_got_other_memory_or_shape_raises_and_restores_it(change):
     tensor = torch.arange(4.0)
     saved, place = StateSnapshot("cpu", 1 << 20, declared=[tensor]), tensor.data_ptr()
     tensor.add_(1)
@@ -49,7 +49,7 @@ def test_state_that_is_given_other_memory_or_another_shape_is_named_and_put_back
     assert (tensor.tolist(), tensor.data_ptr()) == ([0, 1, 2, 3], place)
 
 
-def test_a_hosts_own_functions_are_used():
+def test_state_with_save_and_restore_functions_uses_them():
     box = [1]
     saved = StateSnapshot(
         "cpu", 0, declared=[State(save=box.copy, restore=lambda old: box.__setitem__(0, old[0]))]
@@ -59,20 +59,20 @@ def test_a_hosts_own_functions_are_used():
     assert box == [1]
 
 
-def test_state_over_the_limit_is_refused_with_the_advice():
+def test_state_over_the_limit_is_refused_with_bytes_and_advice():
     with pytest.raises(StateTooLargeError, match="dummy page") as caught:
         StateSnapshot("cpu", 3999, declared=[torch.zeros(1000)])
     assert "4000 bytes" in str(caught.value)
 
 
-def test_a_state_that_is_neither_is_a_named_error():
+def test_a_state_without_tensor_or_restore_function_raises():
     with pytest.raises(InvalidOptionError):
         State()
     with pytest.raises(InvalidOptionError):
         State(save=lambda: 0)
 
 
-def test_who_captures_is_told_which_memory_stays_where_it_is():
+def test_a_capture_lists_the_input_buffers_as_fixed_memory():
     told = []
 
     def forward(x):
@@ -89,6 +89,6 @@ def test_who_captures_is_told_which_memory_stays_where_it_is():
 @pytest.mark.parametrize(
     ("tensor", "rows"), [(torch.tensor(3), slice(0, 1)), (torch.ones(2), [2]), (torch.ones(2), 0.5)]
 )
-def test_rows_that_a_tensor_has_not_are_a_named_error(tensor, rows):
+def test_state_rows_outside_of_the_tensor_are_refused(tensor, rows):
     with pytest.raises(InvalidOptionError, match="has no such rows"):
         State(tensor, rows=rows)

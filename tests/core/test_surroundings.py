@@ -144,7 +144,9 @@ def same(out: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> Non
 @pytest.mark.parametrize("outputs", ["pool", "static", "clone"])
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 @pytest.mark.parametrize("name", SURROUNDINGS)
-def test_all_that_a_runner_does_on_the_cpu(name, mode, outputs, level):
+def test_a_cpu_runner_works_under_any_default_device_dtype_or_inference_mode(
+    name, mode, outputs, level
+):
     check(SURROUNDINGS[name](), "cpu", mode, outputs, level)
 
 
@@ -152,7 +154,7 @@ def test_all_that_a_runner_does_on_the_cpu(name, mode, outputs, level):
 @pytest.mark.parametrize("outputs", ["pool", "static", "clone"])
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 @pytest.mark.parametrize("name", ["default device cuda", *SURROUNDINGS])
-def test_all_that_a_runner_does_on_a_gpu(name, mode, outputs):
+def test_a_gpu_runner_works_under_any_default_device_dtype_or_inference_mode(name, mode, outputs):
     around = SURROUNDINGS.get(name, lambda: default_device("cuda"))
     check(around(), "cuda", mode, outputs, "capture")
 
@@ -161,7 +163,7 @@ MADE_BY_SHAPE = {"zeros", "empty", "ones", "full", "rand", "randn", "eye", "empt
 MADE = MADE_BY_SHAPE | {"tensor", "arange", "as_tensor", "randint", "linspace", "scalar_tensor"}
 
 
-def test_every_tensor_made_inside_names_its_device_and_its_dtype():
+def test_every_tensor_factory_call_in_graphrt_gives_device_and_dtype():
     package = Path(graphrt.__file__).parent
     unnamed = []
     for file in package.rglob("*.py"):
@@ -180,7 +182,7 @@ def test_every_tensor_made_inside_names_its_device_and_its_dtype():
     assert unnamed == []
 
 
-def test_a_dispatch_key_may_be_taken_while_another_thread_leaves_them_out(monkeypatch):
+def test_without_free_keys_survives_a_key_taken_by_another_thread(monkeypatch):
     class Keys:
         def remove(self, key):
             thread_mode._free_keys["taken meanwhile"] = None

@@ -30,7 +30,7 @@ def test_a_step_that_raises_is_counted_as_failed_at_its_graph() -> None:
     assert (report.live_tokens, report.padded_tokens) == (4, 4)
 
 
-def test_a_dispatch_says_its_slot_only_where_a_graph_serves() -> None:
+def test_the_repr_of_a_dispatch_shows_a_slot_only_for_hits() -> None:
     run = runner(lambda x: x * 2)
     run.capture()
     run(x=rows(2))
@@ -40,7 +40,7 @@ def test_a_dispatch_says_its_slot_only_where_a_graph_serves() -> None:
 
 
 @pytest.mark.parametrize("call", ["verify", "capture_next"])
-def test_what_steps_or_captures_is_refused_inside_of_a_capture(call: str) -> None:
+def test_verify_and_capture_next_inside_another_capture_are_refused(call: str) -> None:
     others = runner(lambda x: x * 2)
     others.capture()
     told = []

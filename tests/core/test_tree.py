@@ -22,7 +22,7 @@ class Pair(NamedTuple):
     second: Any
 
 
-def test_order_and_paths_are_those_of_reading() -> None:
+def test_tree_leaves_have_reading_order_and_python_paths() -> None:
     a, b, c = (torch.full((1,), float(i)) for i in range(3))
     nested = {"x": Pair(a, [3, ()]), "y": Hidden([b, {"z": c}], 2), "t": Hidden}
     assert [path for path, _ in tree.leaves(nested)] == [
@@ -37,14 +37,14 @@ def test_order_and_paths_are_those_of_reading() -> None:
     assert tree.leaves(a, "arg") == [("arg", a)]
 
 
-def test_only_tensors_are_mapped_where_that_is_asked_for() -> None:
+def test_map_leaves_maps_only_tensors_by_default() -> None:
     nested = Pair(torch.ones(1), Hidden(["text"], 2))
     assert tree.map_leaves(id, nested) == Pair(id(nested.first), nested.second)
     assert tree.map_leaves(type, nested, object) == Pair(torch.Tensor, Hidden([str], int))
 
 
 @pytest.mark.parametrize("walk", [tree.leaves, tree.tensors, lambda x: tree.map_leaves(id, x)])
-def test_what_holds_itself_ends_in_an_error(walk: Any) -> None:
+def test_walking_a_container_that_contains_itself_raises_recursion_error(walk: Any) -> None:
     itself: list[Any] = [1]
     itself += [itself, itself]
     with pytest.raises(RecursionError):

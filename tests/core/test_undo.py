@@ -28,13 +28,13 @@ def noted(done: list[str], *functions) -> Undo:
     return undo
 
 
-def test_changes_are_undone_last_first():
+def test_undo_runs_registered_functions_in_reverse_order():
     done: list[str] = []
     noted(done).now()
     assert done == ["last", "first"]
 
 
-def test_an_error_has_the_same_change_undone_again_and_the_rest_and_is_raised():
+def test_an_undo_function_that_raises_is_retried_and_the_rest_still_run():
     done: list[str] = []
     undo = noted(done, fails_once(ValueError("x"), done, "second try"))
     with pytest.raises(ValueError, match="x"):
@@ -42,7 +42,7 @@ def test_an_error_has_the_same_change_undone_again_and_the_rest_and_is_raised():
     assert done == ["last", "second try", "first"]
 
 
-def test_an_interrupt_meanwhile_has_the_same_change_undone_again_and_the_rest():
+def test_an_interrupted_undo_function_is_retried_and_the_rest_still_run():
     done: list[str] = []
     undo = noted(done, fails_once(KeyboardInterrupt(), done, "second try"))
     with pytest.raises(KeyboardInterrupt):
@@ -50,7 +50,7 @@ def test_an_interrupt_meanwhile_has_the_same_change_undone_again_and_the_rest():
     assert done == ["last", "second try", "first"]
 
 
-def test_a_change_that_is_interrupted_twice_is_given_up():
+def test_an_undo_function_interrupted_twice_is_skipped():
     done: list[str] = []
 
     def always() -> None:
@@ -62,7 +62,7 @@ def test_a_change_that_is_interrupted_twice_is_given_up():
     assert done == ["last", "tried", "tried", "first"]
 
 
-def test_an_interrupt_goes_before_errors():
+def test_an_interrupt_during_undo_is_raised_instead_of_an_error():
     done: list[str] = []
     undo = noted(
         done,
@@ -82,14 +82,14 @@ def tried(done: list[str], undo: Undo, change) -> str:
     return change()
 
 
-def test_what_is_undone_after_an_error_stays_after_success():
+def test_after_error_functions_do_not_run_after_success():
     done: list[str] = []
     assert tried(done, lambda: "x") == "x"
     assert done == ["last", "first"]
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_after_an_error_or_an_interrupt_all_is_undone_last_first(error):
+def test_an_error_or_interrupt_runs_all_undo_functions_in_reverse_order(error):
     done: list[str] = []
 
     def change() -> str:
@@ -100,7 +100,7 @@ def test_after_an_error_or_an_interrupt_all_is_undone_last_first(error):
     assert done == ["last", "result", "first"]
 
 
-def test_an_interrupt_while_success_is_undone_takes_the_result_back():
+def test_an_interrupt_during_undo_after_success_runs_the_after_error_functions():
     done: list[str] = []
 
     @undoing
@@ -113,7 +113,7 @@ def test_an_interrupt_while_success_is_undone_takes_the_result_back():
     assert done == ["second try", "result"]
 
 
-def test_an_error_while_an_error_is_undone_is_its_note():
+def test_an_error_raised_during_undo_becomes_a_note_of_the_first_error():
     done: list[str] = []
 
     @undoing
@@ -129,7 +129,7 @@ def test_an_error_while_an_error_is_undone_is_its_note():
     assert "ValueError: the second" in notes[0]
 
 
-def test_an_interrupt_while_an_error_is_undone_goes_before_it():
+def test_an_interrupt_during_undo_of_an_error_is_raised_instead():
     done: list[str] = []
 
     @undoing

@@ -11,7 +11,7 @@ import torch
 from graphrt.core.base.errors import warn_caller
 
 
-def test_a_warning_keeps_no_tensor_of_the_frames_that_led_to_it() -> None:
+def test_warn_caller_keeps_no_tensors_of_the_calling_frames_alive() -> None:
     def step() -> weakref.ref[torch.Tensor]:
         value = torch.ones(1)
         warn_caller("the step runs eagerly", UserWarning)

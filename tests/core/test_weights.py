@@ -82,7 +82,7 @@ def write(model: Scaled) -> None:
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("way", KNOWN)
-def test_the_weights_of_a_module_are_found_without_being_named(way, change, mode):
+def test_weights_changed_finds_a_replaced_weight_of_a_module_forward(way, change, mode):
     model = Scaled()
     run = runner(KNOWN[way](model), mode=mode)
     run.weights_changed()
@@ -104,7 +104,7 @@ def test_the_weights_of_a_module_are_found_without_being_named(way, change, mode
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 @pytest.mark.parametrize("way", UNKNOWN)
-def test_where_weights_are_unknown_it_says_so(way, mode):
+def test_weights_changed_raises_untracked_for_functions_with_checks_off(way, mode):
     model = Scaled()
     run = runner(UNKNOWN[way](model), mode=mode, options=UNCHECKED)
     run.weights_changed()
@@ -116,7 +116,7 @@ def test_where_weights_are_unknown_it_says_so(way, mode):
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
-def test_weights_of_a_scripted_module_are_known_by_the_module_alone():
+def test_weights_of_a_scripted_module_are_tracked_only_through_its_parent_module():
     class Holder(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -140,7 +140,7 @@ def test_weights_of_a_scripted_module_are_known_by_the_module_alone():
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("way", ["function", "engine's method"])
-def test_a_watched_warm_up_finds_them_without_the_hosts_help(way, change, mode):
+def test_a_watched_warm_up_finds_the_weights_that_a_function_reads(way, change, mode):
     model = Scaled()
     run = runner(UNKNOWN[way](model), mode=mode)
     run.capture()
@@ -155,7 +155,7 @@ def test_a_watched_warm_up_finds_them_without_the_hosts_help(way, change, mode):
 
 
 @pytest.mark.parametrize("kind", ["dict", "list"])
-def test_a_container_that_the_forward_reads_is_asked_again(kind):
+def test_weights_changed_finds_a_replaced_weight_in_a_list_or_dict(kind):
     weights: Any = {"w": torch.ones(4)} if kind == "dict" else [torch.ones(4)]
     key = "w" if kind == "dict" else 0
     run = runner(lambda x: x * weights[key])
@@ -166,13 +166,13 @@ def test_a_container_that_the_forward_reads_is_asked_again(kind):
         run.weights_changed()
 
 
-def test_a_watched_warm_up_knows_that_a_forward_reads_nothing():
+def test_weights_changed_accepts_a_forward_that_reads_no_weights():
     run = runner(lambda x: (x + 1).softmax(0) * torch.tensor([1.0, 2.0, 3.0, 4.0]) * 2.0)
     run.capture()
     run.weights_changed()
 
 
-def test_a_tensor_that_nothing_in_reach_leads_to_is_named():
+def test_weights_changed_raises_untracked_for_a_weight_in_an_iterator():
     weights = itertools.repeat(torch.ones(4))
     run = runner(lambda x: x * next(weights))
     run.capture()
@@ -182,7 +182,7 @@ def test_a_tensor_that_nothing_in_reach_leads_to_is_named():
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 @pytest.mark.parametrize("outputs", ["pool", "static", "clone"])
-def test_inputs_state_and_results_of_other_parts_are_no_weights(mode, outputs):
+def test_inputs_state_and_eager_part_results_are_not_taken_for_weights(mode, outputs):
     counter, table = torch.zeros(4), torch.zeros(3, 4)
 
     @eager_break
@@ -208,7 +208,7 @@ def test_inputs_state_and_results_of_other_parts_are_no_weights(mode, outputs):
     run.weights_changed()
 
 
-def test_what_an_eager_part_reads_counts_as_read():
+def test_an_untracked_weight_read_only_by_an_eager_part_raises():
     weights = itertools.repeat(torch.ones(4))
 
     @eager_break
@@ -221,7 +221,7 @@ def test_what_an_eager_part_reads_counts_as_read():
         run.weights_changed()
 
 
-def test_the_error_names_the_tensor_and_the_line_that_reads_it():
+def test_the_untracked_weights_error_names_the_tensor_and_its_reading_line():
     weights = itertools.repeat(torch.ones(4))
     run = runner(lambda x: x * next(weights))
     run.capture()
@@ -229,7 +229,7 @@ def test_the_error_names_the_tensor_and_the_line_that_reads_it():
         run.weights_changed()
 
 
-def test_memory_that_nothing_leads_to_may_be_of_compiled_code():
+def test_an_untracked_weight_beside_compiled_code_raises_nothing():
     # As Inductor's: what it makes itself no operator has made, and nothing leads to it.
     code = {"empty_strided_cpu": None, "async_compile": None, "scratch": torch.ones(4)}
     exec("def call():\n    scratch.add_(1)", code)
@@ -245,7 +245,7 @@ def test_memory_that_nothing_leads_to_may_be_of_compiled_code():
     run.weights_changed()
 
 
-def test_steps_without_graphs_read_no_addresses():
+def test_weights_changed_in_mode_none_raises_nothing():
     model = Scaled()
     run = runner(lambda x: model(x), mode="NONE")
     run.capture()
@@ -253,7 +253,7 @@ def test_steps_without_graphs_read_no_addresses():
     run(Batch(2, 2, 1), x=rows(2))
 
 
-def test_a_lazy_capture_does_not_ask_for_what_cannot_be_known():
+def test_a_lazy_capture_succeeds_with_untracked_weights():
     model = Scaled()
     run = runner(lambda x: model(x), options=UNCHECKED.merged({"lazy": True}))
     run(x=rows(1))

@@ -23,7 +23,7 @@ def advance(x: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor) -> torch.
     return cache.sum(0, keepdim=True) + x * 0
 
 
-def test_a_cache_that_is_passed_as_an_input_is_refused_by_name() -> None:
+def test_a_forward_that_writes_a_cache_given_as_an_input_is_refused() -> None:
     """Every step brings its own, in which nothing of the steps before was written."""
     cache = InputSpec(torch.float32, (8, 4))
     run = runner(advance, x=ROWS, slots=SLOTS, cache=cache)
@@ -34,7 +34,7 @@ def test_a_cache_that_is_passed_as_an_input_is_refused_by_name() -> None:
     assert not run.report().graphs
 
 
-def test_a_view_of_it_is_refused_too() -> None:
+def test_a_forward_that_writes_a_view_of_a_batchless_input_is_refused() -> None:
     def forward(x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
         state[1:].add_(1)
         return x + state[1]
@@ -44,7 +44,7 @@ def test_a_view_of_it_is_refused_too() -> None:
         run.capture()
 
 
-def test_another_shape_of_it_in_place_is_no_write() -> None:
+def test_transposing_a_batchless_input_in_place_is_not_refused_as_a_write() -> None:
     def forward(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         return x @ table.view(4, 4).t_()
 
@@ -57,7 +57,7 @@ def test_another_shape_of_it_in_place_is_no_write() -> None:
         assert torch.equal(run(x=x, table=table), forward(padded, table.clone())[:rows])
 
 
-def test_what_has_no_batch_axis_may_be_read_beside_rows_that_are_written() -> None:
+def test_a_batchless_input_may_be_read_while_batch_rows_are_written() -> None:
     def forward(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         x.add_(1)
         return x * table
