@@ -1,4 +1,4 @@
-"""Steps that are like the one before are looked at once: what would be wrong if they were not."""
+"""Repeated batches and inputs take a fast path: each step still gets its own values and checks."""
 
 from __future__ import annotations
 
@@ -263,7 +263,7 @@ def moves_of(runner: GraphRunner) -> Any:
 
 
 @compiled
-def test_entering_inference_mode_adds_one_writer_that_later_steps_use(warm):
+def test_entering_inference_mode_adds_a_single_compiled_writer_for_later_steps(warm):
     runner, inputs = warm
     before = len(moves_of(runner).prepared.writers)
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""Which graphs a budget holds, in which order, and what is said about the others."""
+"""Which graphs a budget keeps, in which order, and what the plan reports about those left out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a capture must leave alone of what its caller gives it, and of the host."""
+"""What a capture refuses: host tensors in device graphs, reshaped arguments, host random draws."""
 
 from __future__ import annotations
 

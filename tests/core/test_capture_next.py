@@ -1,4 +1,4 @@
-"""`capture_next()`: graphs come one by one, between steps, as right as those of `capture()`."""
+"""`capture_next()` captures a graph per call, between steps, with the result of `capture()`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`capture_next()` between steps, releases, recaptures and graphs that fail, against a model."""
+"""Random sequences of steps, captures, releases and failures are compared with an eager model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a capture copies from the host, without a device: which copies read page-locked memory."""
+"""Which host-to-device copies of a capture read page-locked memory; the device is simulated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Descriptors name graphs, so they normalise what is equal and refuse what contradicts itself."""
+"""`BatchDescriptor`: equal graphs have equal descriptors; contradictory fields are refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from graphrt import Batch, BatchDescriptor
 from graphrt.core.base.errors import InvalidBatchError
 
 
-def test_equal_graphs_have_equal_descriptors():
+def test_a_descriptor_derives_its_query_length_and_lora_flag():
     assert BatchDescriptor(8, 4, uniform=True) == BatchDescriptor(8, 4, uniform=True, query_len=2)
     assert BatchDescriptor(8, num_active_loras=2).has_lora
 

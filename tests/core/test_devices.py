@@ -1,4 +1,4 @@
-"""Several devices of one kind: pools, captures and runners are each on one of them."""
+"""A platform with two devices: each pool, capture and runner stays on its own device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The watch in C: what it notes of changed dicts, whom it runs, when it ends; and glances in C."""
+"""The C extension's watch of changed dicts, and its glances: quick checks of the host's objects."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def test_a_dict_change_during_an_exception_leaves_the_exception_unchanged() -> N
 
 
 @watched
-def test_changes_of_an_ignored_key_are_not_noted_and_other_keys_are() -> None:
+def test_changes_of_an_ignored_key_are_not_noted() -> None:
     held = Holder()
     watch = watch_of(vars(held))
     watch.ignore(vars(held), "scale")
@@ -257,7 +257,7 @@ def test_more_than_a_thousand_changes_are_cut_to_a_single_unnamed_change() -> No
 
 
 @watched
-def test_all_watches_share_a_single_python_watcher_id_and_return_it() -> None:
+def test_all_watches_share_a_single_python_watcher_id() -> None:
     # In a process of its own: a runner that another test has left holds an id.
     script = """
 import ctypes, gc, itertools

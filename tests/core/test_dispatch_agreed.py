@@ -1,4 +1,4 @@
-"""What ranks have agreed on is one graph: that one runs, or none."""
+"""A graph that all ranks have agreed on is dispatched exactly, or the batch runs eagerly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a dispatch costs: calls whatever the number of graphs, and memory within bounds."""
+"""The cost of a dispatch: function calls for any number of graphs, and bounded memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Odd values of batches, descriptors and limits: served rightly, or named errors."""
+"""Unusual values of batches, descriptors and limits are served rightly or refused by name."""
 
 from __future__ import annotations
 

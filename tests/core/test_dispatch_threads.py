@@ -1,4 +1,4 @@
-"""One thread publishes and withdraws while others dispatch: nobody sees a stale index."""
+"""Threads dispatch while another publishes and withdraws graphs; no thread uses a stale index."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def many_switches() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("agreed", [False, True])
-def test_a_dispatch_during_a_publish_is_not_remembered_after_it(agreed):
+def test_a_dispatch_made_during_a_publish_is_forgotten_after_the_publish(agreed):
     told, publishing = {}, []
     limits = {"agreed": BatchDescriptor(8)} if agreed else {}
 

@@ -1,4 +1,4 @@
-"""The dispatcher against a brute-force definition of the best graph, and its reasons."""
+"""The dispatcher finds the graph that a brute-force search finds, and gives the right reason."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_a_graph_that_pads_more_than_max_padding_is_not_dispatched(ratio, reason
     assert dispatcher.dispatch(Batch(5, 5, 1)).reason is reason
 
 
-def test_a_reserved_graph_is_not_captured_until_it_is_published():
+def test_a_reserved_graph_gives_reason_not_captured_until_its_publish():
     dispatcher = GraphDispatcher("FULL")
     dispatcher.reserve(FULL, BatchDescriptor(4, 4))
     assert dispatcher.dispatch(Batch(3)).reason is Reason.NOT_CAPTURED

@@ -1,4 +1,4 @@
-"""What an eager part returns and what it leaves: values as at capture, tensors for every step."""
+"""Results of eager parts: plain values stay as at capture, and tensors are new at every step."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ REFUSED = {
 }
 
 
-def test_replays_enter_autocast_around_an_eager_part_and_leave_it_after_an_error():
+def test_autocast_around_an_eager_part_is_active_in_replays_and_ends_after_an_error():
     def settings() -> bool:
         return torch.is_autocast_enabled("cpu")
 

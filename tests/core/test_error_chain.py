@@ -1,4 +1,4 @@
-"""What an error came from, for those who look for its cause."""
+"""`error_chain` walks the causes of an error; an error with a source line is a new object."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an error advises works when it is followed: each case breaks, reads, follows, and runs."""
+"""The advice in error messages works: each case fails, follows the advice, and then runs."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_a_step_with_missing_or_unknown_inputs_names_them(names):
         (lambda *given: given[0] + 1, ("x",), "(*given)"),
     ],
 )
-def test_an_input_that_the_forward_does_not_take_is_named(forward, names, named):
+def test_declaring_an_input_that_the_forward_does_not_take_raises(forward, names, named):
     module = torch.nn.Module()
     module.forward = forward
     for each in forward, module:

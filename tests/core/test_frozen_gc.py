@@ -1,4 +1,4 @@
-"""The collector is still during captures and afterwards as it was."""
+"""`frozen_gc` disables garbage collection during a capture and restores its settings afterwards."""
 
 from __future__ import annotations
 

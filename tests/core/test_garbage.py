@@ -1,4 +1,4 @@
-"""Whatever is given to a public call: a named error, or it works; and the next right call works."""
+"""Public calls given garbage raise a graphrt error or work, and the next right call works."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Host arguments of tasks: padding, which the host never does itself, and what is refused."""
+"""Host arguments of tasks are padded to the graph's size; wrong values are refused."""
 
 from __future__ import annotations
 
@@ -67,7 +67,9 @@ def test_host_argument_values_that_do_not_fit_the_graph_raise(arg, value):
         (3, 12, [3, 6, 7], [3, 6, 7, 10, 12]),
     ],
 )
-def test_padding_tokens_of_a_uniform_graph_are_spread_evenly(query_len, tokens, value, expected):
+def test_padding_tokens_of_a_uniform_graph_are_spread_over_its_padding_requests(
+    query_len, tokens, value, expected
+):
     arg = HostArg("reqs" if len(expected) == tokens // query_len else "reqs+1", "cumulative")
     lengths = arg.fitted("lengths", value, tokens, tokens // query_len, query_len=query_len)
     assert lengths == expected

@@ -1,4 +1,4 @@
-"""What hosts get wrong: modes, descriptors, pools, devices, hooks and contracts that are none."""
+"""Wrong modes, descriptors, pools, devices, hooks and platforms from a host are refused."""
 
 from __future__ import annotations
 

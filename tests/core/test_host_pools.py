@@ -1,4 +1,4 @@
-"""Hosts with contexts, pools and keys of their own: sessions, steps, keyed graphs, hooks."""
+"""Hosts with their own contexts and pools: capture sessions, steps, keyed graphs and hooks."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Host:
         return GraphWrapper(function, self.mode, pool=pool, read_context=self.read, options=options)
 
 
-def test_all_pieces_after_one_begin_step_count_as_one_step():
+def test_all_pieces_after_a_begin_step_count_as_a_single_step():
     host, pool = Host(), GraphPool("cpu")
     pieces = [host.wrap(lambda x: [x + 1], pool) for _ in range(3)]
     x = torch.zeros(4)
@@ -82,7 +82,7 @@ def test_all_pieces_after_one_begin_step_count_as_one_step():
     assert pool.generation - before == 2
 
 
-def test_without_begin_step_every_piece_is_a_step_of_its_own():
+def test_without_begin_step_every_piece_counts_as_a_separate_step():
     host, pool = Host(), GraphPool("cpu")
     pieces = [host.wrap(lambda x: x + 1, pool) for _ in range(3)]
     x = torch.zeros(4)
@@ -112,7 +112,7 @@ def test_a_piece_of_an_overtaken_host_step_is_refused():
     assert piece(x).tolist() == [1] * 4
 
 
-def test_interleaved_steps_of_two_threads_raise():
+def test_interleaved_steps_of_two_threads_in_a_pool_raise_pool_busy():
     pool, hosts = GraphPool("cpu"), [Host(), Host()]
     pieces = [host.wrap(lambda x: x + 1, pool) for host in hosts]
     x = torch.zeros(4)
@@ -222,7 +222,7 @@ def test_containers_returned_by_a_replay_can_be_edited_by_the_caller():
 # Sessions ---------------------------------------------------------------------------------------
 
 
-def test_lazy_wrappers_capture_inside_a_session_and_are_sealed_after_it():
+def test_lazy_wrappers_capture_inside_a_session_and_are_sealed_at_its_end():
     host, pool = Host(FULL), GraphPool("cpu")
     strict = GraphOptions(lazy=True, strict=True)
     early, other = host.wrap(lambda x: x + 1, pool, strict), GraphPool("cpu")
@@ -451,11 +451,11 @@ def test_a_pool_cannot_use_the_handle_of_a_closed_pool():
         _ = pool.handle
 
 
-def test_a_pool_has_the_device_that_it_was_made_with():
+def test_a_cpu_pool_reports_the_device_given_at_construction():
     assert GraphPool("cpu", device="cpu").device == torch.device("cpu")
 
 
-def test_a_capture_session_that_is_entered_twice_ends_once():
+def test_a_capture_session_entered_twice_ends_at_its_first_exit():
     pool = GraphPool("cpu")
     wrapper = GraphWrapper(lambda x: x, "FULL", pool=pool, options=GraphOptions(lazy=True))
     session = pool.capture_session()

@@ -1,4 +1,4 @@
-"""The host's side of the input ring: whatever fails or lags, each step sees its own inputs."""
+"""The input ring on the host: each step reads its own inputs through failures and device lag."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_any_order_of_steps_failures_and_device_lag_gives_each_step_its_inputs(s
     assert lagging.ring.count == lagging.device.counter.value
 
 
-def test_the_host_waits_only_for_a_slot_the_device_still_reads_and_counts_it():
+def test_the_host_waits_only_for_slots_the_device_still_reads_and_counts_waits():
     lagging = Lagging(3)
     for value in range(3):
         lagging.step(value, alone=True)
@@ -182,7 +182,7 @@ def test_a_device_that_does_not_fetch_gives_a_warning_and_copied_inputs():
     assert layout.views["x"].tolist() == [0, 1, 2, 0]
 
 
-def test_a_deleted_rings_memory_is_kept_until_the_device_has_read_it():
+def test_a_deleted_rings_memory_is_kept_until_the_device_has_finished_reading():
     from graphrt.cuda.ring import slots as module
 
     lagging = Lagging(4)
@@ -349,7 +349,7 @@ def test_a_failed_capture_leaves_no_pending_fetch_in_the_ring():
         assert torch.equal(runner(x=x), x + 1)
 
 
-def test_trials_and_verify_run_on_fetched_inputs():
+def test_trials_and_verify_work_with_inputs_fetched_in_the_graph():
     state = torch.zeros(4)
 
     def forward(x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Static inputs: addresses stay, live rows are copied, padding rows are always clean."""
+"""Static inputs: buffers keep their addresses, live rows are copied, padding rows are refilled."""
 
 from __future__ import annotations
 

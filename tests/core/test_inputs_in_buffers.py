@@ -1,4 +1,4 @@
-"""Tensors of a step that lie in the runner's buffers: given as its inputs, returned as outputs."""
+"""Inputs of a step that are views of the runner's own input buffers."""
 
 from __future__ import annotations
 

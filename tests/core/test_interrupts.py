@@ -1,4 +1,4 @@
-"""Ctrl-C at any place of a capture, a recapture, a lazy capture or a replay leaves all usable."""
+"""After Ctrl-C anywhere in a capture, recapture, lazy capture or replay, the runner still works."""
 
 from __future__ import annotations
 

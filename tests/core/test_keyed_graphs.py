@@ -1,4 +1,4 @@
-"""Keyed graphs of several threads, with hooks that raise, and with graphs off."""
+"""Keyed graphs captured by several threads, with hooks that raise, and with graphs off."""
 
 from __future__ import annotations
 

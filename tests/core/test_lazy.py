@@ -1,4 +1,4 @@
-"""Lazy capture takes the graph that dispatch would take, and only what dispatch then serves."""
+"""A lazy step captures the planned graph that dispatch would choose, and then replays it."""
 
 from __future__ import annotations
 

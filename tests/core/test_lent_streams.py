@@ -1,4 +1,4 @@
-"""Streams are lent to one at a time, and come back with the last that holds them."""
+"""A stream is lent to a single holder at a time and returned when the last reference ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Host arguments that a mapping makes when it is asked, and outputs declared in part."""
+"""An updates mapping that builds values at access, partly declared outputs, and a doubled mode."""
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping

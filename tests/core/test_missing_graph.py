@@ -1,4 +1,4 @@
-"""HIT means that a graph was replayed: a wrapper that has none for the step says so."""
+"""A wrapper that lacks the dispatched graph runs eagerly and counts the step as missing graph."""
 
 from __future__ import annotations
 

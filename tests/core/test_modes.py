@@ -1,4 +1,4 @@
-"""Mode resolution against the table of the design, and parsing."""
+"""Mode resolution against the table of the design, and parsing of mode names."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_the_default_mode_depends_on_the_provider_of_pieces(pieces, expected):
     assert resolve_mode(None, pieces=pieces).mode.name == expected
 
 
-def test_the_least_capable_attention_backend_decides_and_is_named():
+def test_the_mode_steps_down_for_the_least_capable_attention_backend():
     levels = {"flash": AttentionSupport.ALWAYS, "mamba": AttentionSupport.UNIFORM_BATCH}
     (step,) = resolve_mode("FULL", attention=levels).steps
     assert step.backend == "mamba"

@@ -1,4 +1,4 @@
-"""What a host can get wrong in a call or an argument is an error that names it, before it harms."""
+"""Wrong arguments and calls of a host raise errors that name the argument before any damage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The compiled extension: how it is built and found; its writer of slots does what Python does."""
+"""The compiled extension: how it is built and found, and that its writer matches Python's."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ print(f"{NativePath is None}: {native_state}")
 """
 
 
-def test_a_package_without_the_extension_says_how_to_build_it(tmp_path: Path) -> None:
+def test_a_package_without_the_extension_says_how_to_build_the_extension(tmp_path: Path) -> None:
     left_out = shutil.ignore_patterns("__pycache__", "*.so")
     shutil.copytree(ROOT / "graphrt", tmp_path / "graphrt", ignore=left_out)
     environ = os.environ | {"PYTHONPATH": str(tmp_path), "GRAPHRT_NATIVE": ""}

@@ -1,4 +1,4 @@
-"""The compiled step does what Python does."""
+"""The compiled step in C gives the same results and errors as the step in Python."""
 
 from __future__ import annotations
 

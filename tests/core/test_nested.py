@@ -1,4 +1,4 @@
-"""A runner or wrapper inside a capture that it has no part in becomes part of the outer graph."""
+"""A runner or wrapper called inside a capture becomes part of the outer graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which captures of a device are open, and what becomes of their graphs."""
+"""Which captures of a device are open, and when their graphs are reset."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_capture_whose_end_raises_stays_open_until_its_abort():
     assert not device.is_any_open()
 
 
-def test_aborting_a_graph_whose_capture_never_began_resets_it():
+def test_a_graph_aborted_before_its_capture_began_is_reset():
     device, graph = Device(True), Graph()
     device.abort(graph)
     assert (device.taken_back, graph.resets) == ([], 1)

@@ -1,4 +1,4 @@
-"""Outputs whose size is no line of the batch: told at capture, whatever sizes are captured."""
+"""Output sizes that do not follow the batch size are refused at capture, for any capture sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a runner hands out: the live rows, fresh, and never the next step's values."""
+"""Outputs of a runner hold the live rows and become unreadable when a later step overwrites them."""
 
 import collections
 import contextlib
@@ -559,7 +559,7 @@ def test_outputs_that_lack_their_declared_axes_are_refused_at_capture(forward, o
     run(x=rows(9))  # it serves eagerly, and what was captured before serves too
 
 
-def test_a_transposed_output_is_refused_though_the_captured_size_makes_it_square():
+def test_a_transposed_output_of_square_size_is_refused_against_its_declared_axes():
     run = GraphRunner(
         lambda x: x.t(), mode="FULL", sizes=[WIDTH], inputs=X, outputs=("tokens", WIDTH)
     )

@@ -1,4 +1,4 @@
-"""What checks ask of padding rows: the addresses they hold, and which rows differ."""
+"""What checks ask about padding rows: their index addresses, and which inputs have padding rows."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ SPECS = {"x": X, "nested": {"slots": SLOTS}, "table": TABLE, "nowhere": NOWHERE}
         ({"nested.slots": torch.tensor([3]), "table": torch.tensor([1])}, [0]),
     ],
 )
-def test_a_padding_address_is_unused_unless_a_live_row_holds_it(values, unused):
+def test_unused_addresses_omits_padding_addresses_that_a_live_row_holds(values, unused):
     assert static(SPECS).declared.unused_addresses(values) == unused
 
 

@@ -1,4 +1,4 @@
-"""Pieces that a host captures one by one: what a step has replayed, dropped or missed before."""
+"""Pieces that a host captures separately: captures and replays mixed within a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Plan`: resolved once, printed, saved and loaded, and the same for runner and command line."""
+"""`Plan`: resolved, printed, saved and loaded; the same for the runner and the command line."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_runner_refuses_plan_arguments_beside_a_plan() -> None:
         runner(Plan(sizes=[1], platform="cpu"), sizes=[2])
 
 
-def test_an_argument_that_a_plan_lacks_raises_and_says_where_it_belongs() -> None:
+def test_an_unknown_plan_argument_raises_and_names_its_right_place() -> None:
     with pytest.raises(InvalidOptionError, match=r"host=Host"):
         runner(sizes=[1], bind=print)
     with pytest.raises(InvalidOptionError, match="no such argument"):
@@ -258,7 +258,7 @@ def test_a_loaded_plan_equals_the_saved_plan(
     assert str(loaded) == str(saved)
 
 
-def test_loading_a_plan_for_another_platform_resolves_it_anew_with_a_warning(
+def test_loading_a_plan_for_another_platform_resolves_the_plan_anew_with_a_warning(
     tmp_path: Path,
 ) -> None:
     saved = Plan("FULL", max_num_reqs=64, platform="cpu")

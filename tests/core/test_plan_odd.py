@@ -1,4 +1,4 @@
-"""Odd arguments of plans, budgets and files of plans: taken rightly, or named errors."""
+"""Unusual arguments of plans, budgets and plan files are accepted rightly or refused by name."""
 
 from __future__ import annotations
 
@@ -75,9 +75,7 @@ WRONG: dict[str, list[Any]] = {
 @pytest.mark.parametrize(
     ("name", "value"), [(name, value) for name, values in WRONG.items() for value in values]
 )
-def test_a_plan_or_runner_argument_of_wrong_value_raises_a_named_error(
-    name: str, value: Any
-) -> None:
+def test_a_wrong_plan_argument_is_refused_by_plan_and_runner(name: str, value: Any) -> None:
     named = (InvalidOptionError, InvalidOptionError, InvalidModeError, InvalidBatchError)
     with pytest.raises(named) as caught:
         plan(**{name: value})

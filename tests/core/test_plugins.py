@@ -162,7 +162,7 @@ def test_forcing_an_unavailable_platform_raises_with_its_reason() -> None:
     assert known_platforms.get("off", must_be_available=False).name == "off"
 
 
-def test_two_available_out_of_tree_platforms_conflict() -> None:
+def test_two_available_out_of_tree_platforms_raise_a_conflict() -> None:
     known_platforms = registry(StubPlatform("one"), StubPlatform("two"))
     with pytest.raises(PlatformError) as caught:
         known_platforms.current({})
@@ -239,7 +239,7 @@ def test_registering_a_module_without_a_graphrt_hook_raises() -> None:
     assert known_platforms.platforms() == ()
 
 
-def test_registering_a_hook_of_the_wrong_signature() -> None:
+def test_registering_a_hook_of_the_wrong_signature_raises() -> None:
     class Wrong:
         @hookimpl
         def graphrt_platforms(self, config: object) -> None: ...
@@ -293,7 +293,7 @@ def entry(name: str, value: str) -> EntryPoint:
     return EntryPoint(name=name, value=value, group="graphrt")
 
 
-def test_a_broken_entry_point_does_not_stop_the_others_from_loading(
+def test_a_broken_entry_point_does_not_stop_the_remaining_plugins_from_loading(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     module: Any = types.ModuleType("stub_plugin")
@@ -364,7 +364,7 @@ def test_the_default_registry_lists_built_in_platforms_in_order_of_preference() 
 # What hosts call ---------------------------------------------------------------------------------
 
 
-def test_module_functions_use_the_default_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plugin_module_functions_use_the_default_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     mine = registry()
     monkeypatch.setattr(plugins, "_default", mine)
     plugins.register(Plugin(StubPlatform("mine")), "p")

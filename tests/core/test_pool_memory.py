@@ -1,4 +1,4 @@
-"""Which memory of an allocator is a pool's: read again only when the allocator has changed."""
+"""Which allocator segments belong to a pool; read again only after the allocator has changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""State whose putting back fails once: `capture()` and trials leave it as it was all the same."""
+"""A state restore that fails once: captures and trials still leave the state unchanged."""
 
 from __future__ import annotations
 

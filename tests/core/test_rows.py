@@ -1,4 +1,4 @@
-"""Models without tokens: their batch axis is called "rows", and is that of tokens."""
+"""Models without tokens: their batch axis is called "rows" and works like the token axis."""
 
 from __future__ import annotations
 

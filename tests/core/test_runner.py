@@ -122,7 +122,7 @@ def test_strict_refuses_a_batch_that_no_graph_serves_after_capture():
     assert strict(x=rows(2)).shape == (2, 4)
 
 
-def test_lazy_capture_captures_the_graph_that_a_batch_needs():
+def test_a_lazy_step_captures_the_graph_that_its_batch_needs():
     lazy = runner(options=GraphOptions(lazy=True))
     assert torch.equal(lazy(x=rows(3)), rows(3, 2.0))
     assert lazy.last_dispatch.reason is Reason.HIT
@@ -164,7 +164,7 @@ def test_the_capture_context_is_entered_once_around_all_captures():
     assert events == ["enter", *["forward"] * 4, "exit"]
 
 
-def test_segment_hooks_surround_every_segment():
+def test_segment_hooks_run_around_each_capture_and_before_each_replay():
     events = []
 
     class Hooks:
@@ -204,7 +204,7 @@ def test_weights_changed_refuses_a_replaced_weight_and_recapture_reads_the_new_w
     assert torch.equal(captured(x=rows(2)), rows(2, 3.0))
 
 
-def test_two_runners_in_two_threads_do_not_disturb_each_other():
+def test_two_runners_in_two_threads_return_the_right_outputs():
     failures = []
 
     def work(offset: float) -> None:

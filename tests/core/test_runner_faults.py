@@ -1,4 +1,4 @@
-"""What must not go wrong silently: overlapping steps, half-done captures, state that leaks."""
+"""Faults that must not pass silently: overlapping steps, half-done captures, leaking state."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_another_threads_step_inside_bind_is_refused_and_leaves_the_buffers():
     assert "while a step, or a capture, of a runner is under way" in str(results[0])
 
 
-def test_a_carried_function_can_run_in_several_threads_at_once():
+def test_a_function_of_carry_context_can_run_in_two_threads_at_once():
     meet = threading.Barrier(2, timeout=10)
 
     def work():
@@ -394,7 +394,7 @@ def test_each_element_of_a_tuple_output_is_cut_along_its_own_axes():
     assert (first.shape, second.shape) == ((3, 4), (3,))
 
 
-def test_a_declared_output_that_the_forward_does_not_return_is_named_at_capture():
+def test_declaring_an_output_that_the_forward_does_not_return_raises_at_capture():
     captured = runner(lambda x: {"y": x}, outputs={"z": ("tokens", 4)}, sizes=[4])
     with pytest.raises(OutputError, match="'z'"):
         captured.capture()
@@ -442,7 +442,7 @@ def test_an_unknown_or_composite_operator_in_breaks_is_refused(name, text):
 
 
 @pytest.mark.parametrize("reqs", [0, 9])
-def test_a_batch_of_no_requests_or_too_many_is_a_named_error(reqs):
+def test_a_batch_with_zero_or_too_many_requests_is_refused(reqs):
     captured = runner(mode="PIECEWISE", max_num_reqs=4)
     captured.capture()
     with pytest.raises(InvalidBatchError):
@@ -588,7 +588,7 @@ def test_segment_hooks_also_run_for_graphs_with_updatable_tasks():
     assert events == ["capture", "end", "replay"]
 
 
-def test_bind_cannot_replace_the_views_that_it_is_given():
+def test_a_bind_hook_that_replaces_an_input_view_raises():
     def bind(views, descriptor, phase):
         views["x"] = views["x"] * 2
 

@@ -1,4 +1,4 @@
-"""What a segment with tasks tells its platform at each replay."""
+"""Task arguments that a graph segment hands to its platform at each replay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Outputs that are one tensor in eager, or views of one, have eager's values at every step."""
+"""Outputs that share memory, as the same tensor or as views, have the values of eager."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps in `__del__` while the interpreter shuts down: served or refused, never an abort."""
+"""A step in `__del__` during interpreter shutdown is served or refused, and never aborts Python."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an eager part makes and keeps, on the CPU: what else is seen, and what it costs."""
+"""Tensors that an eager part leaves outside of its results: refused when a graph reads them."""
 
 from __future__ import annotations
 
@@ -414,7 +414,7 @@ def test_overlapping_results_of_an_eager_part_may_be_read_but_not_written():
 
 
 @pytest.mark.parametrize("kind", [list, dict])
-def test_an_eager_part_that_changes_its_container_gets_it_unchanged_at_each_replay(kind: Any):
+def test_each_replay_gives_an_eager_part_its_container_as_captured(kind: Any):
     """Else the second step would find in it what the first one put there."""
     sizes: list[int] = []
 
@@ -437,7 +437,7 @@ def test_an_eager_part_that_changes_its_container_gets_it_unchanged_at_each_repl
 
 @pytest.mark.parametrize("first", [True, False], ids=["at the capture", "after it"])
 @pytest.mark.parametrize("by_name", [True, False])
-def test_an_eager_part_that_changes_its_list_of_numbers_gets_it_unchanged(by_name, first):
+def test_each_replay_gives_an_eager_part_its_list_of_numbers_as_captured(by_name, first):
     changes = [first]
 
     @eager_break

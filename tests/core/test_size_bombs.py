@@ -1,4 +1,4 @@
-"""Sizes, lists and files that would take all memory, or all time, are refused by name at once."""
+"""Sizes, lists and files that would take all memory or time are refused at once."""
 
 from __future__ import annotations
 

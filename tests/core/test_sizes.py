@@ -273,7 +273,7 @@ def test_max_size_and_batch_limits_must_be_positive_integers(name: str, bad: obj
 
 
 @pytest.mark.parametrize("bad", [(), (0,), (1, -2)])
-def test_query_lengths_must_be_positive(bad: tuple[int, ...]) -> None:
+def test_a_plan_refuses_query_lengths_that_are_not_positive(bad: tuple[int, ...]) -> None:
     with pytest.raises(InvalidOptionError, match="query"):
         Plan(max_num_reqs=4, max_num_tokens=64, query_lens=bad)
 

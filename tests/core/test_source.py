@@ -1,4 +1,4 @@
-"""Which line of the user's code an error came through."""
+"""Finding the line of the user's code that an error came through."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""State saved around a capture: tensors, rows, and the host's own way."""
+"""State saved and restored around a capture: tensors, rows, or the host's own functions."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_state_snapshot_of_rows_restores_only_those_rows(rows):
     ],
     ids=["other memory", "other memory of another shape", "another shape"],
 )
-def test_restoring_state_that_got_other_memory_or_shape_raises_and_restores_it(change):
+def test_restoring_state_with_replaced_memory_or_shape_raises_and_puts_back_its_values(change):
     tensor = torch.arange(4.0)
     saved, place = StateSnapshot("cpu", 1 << 20, declared=[tensor]), tensor.data_ptr()
     tensor.add_(1)

@@ -1,4 +1,4 @@
-"""A device that tells its free streams: what a graph will take is known before it begins."""
+"""A platform that reports its free streams: graphs that would exceed them are not captured."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ def test_work_count_counts_operators_by_stream_and_ignores_views():
     assert count(work).operators == {0: 1, 7: 1}
 
 
-def test_work_count_counts_tasks_and_breaks_only_while_it_runs():
+def test_work_count_counts_tasks_and_breaks_only_while_running():
     x, out = torch.ones(2), torch.empty(2)
 
     def issue(tensor: torch.Tensor, result: torch.Tensor, *, scale: int) -> None:

@@ -1,4 +1,4 @@
-"""Runners work whatever default device, default dtype and inference mode are on around them."""
+"""Runners work under any default device, default dtype and inference mode."""
 
 from __future__ import annotations
 

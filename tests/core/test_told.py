@@ -1,4 +1,4 @@
-"""What a step that failed is counted as, and what its dispatch says of the graph."""
+"""How failed steps are counted, how a dispatch is printed, and calls refused inside a capture."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from graphrt import Host, Reason
 from graphrt.errors import GraphRTError
 
 
-def test_a_step_that_raises_is_counted_as_failed_at_its_graph() -> None:
+def test_a_step_that_raises_is_counted_as_failed_and_not_as_served() -> None:
     raised = [False]
 
     def bind(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""Nested containers of tensors: which leaves they have, in which order, and what has no end."""
+"""Nested containers of tensors: their leaves, the order of leaves, and endless containers."""
 
 from __future__ import annotations
 

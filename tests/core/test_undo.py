@@ -1,4 +1,4 @@
-"""What is undone after an error or an interrupt, also when another one comes meanwhile."""
+"""Undo functions run after an error or interrupt, even if another error or interrupt follows."""
 
 from __future__ import annotations
 

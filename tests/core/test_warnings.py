@@ -1,4 +1,4 @@
-"""Warnings name the host's line, and keep nothing of the step that gave them."""
+"""A warning names the host's line and keeps no tensor of the step alive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`weights_changed()`: what graphs read is where it was, or has moved, or nobody can tell."""
+"""`weights_changed()` finds weights that moved since the capture, or says they are untracked."""
 
 from __future__ import annotations
 

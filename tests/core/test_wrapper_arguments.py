@@ -1,4 +1,4 @@
-"""The arguments of a host's own wrapper: those that the graph reads must be where it reads them."""
+"""Arguments of a host's own wrapper must be the tensors and values of the capture."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_the_first_replay_of_each_descriptor_compares_its_arguments():
         call(wrapped, other, of=D8)
 
 
-def test_a_moved_argument_raises_at_each_replay_until_it_matches():
+def test_a_moved_argument_raises_at_each_replay_until_the_captured_argument_returns():
     wrapped, x = wrapper(), torch.ones(4)
     call(wrapped, x)
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Forwards that write into their inputs, which are copies of what the step was given."""
+"""Forwards that write into their inputs: batch rows may be written, other inputs may not."""
 
 from __future__ import annotations
 
