@@ -180,7 +180,7 @@ def test_an_input_whose_storage_was_resized_to_zero_raises(warm):
         lambda: torch.ones(3).expand(2, 3),
         lambda: torch.ones(1 << 16, 3)[-2:],
     ],
-    ids=["gap", "rows", "expanded", "far behind"],
+    ids=["gap", "rows", "expanded", "end of a large tensor"],
 )
 def test_an_input_view_whose_storage_was_resized_to_zero_raises_at_any_offset(behind, fetched):
     runner = GraphRunner(

@@ -165,7 +165,7 @@ def test_the_busy_error_of_a_pool_whose_owner_changes_names_the_first_owner():
     pool.owner = None
 
 
-def test_a_kept_context_gets_a_slot_that_does_not_announce_a_graph():
+def test_a_context_kept_across_steps_gets_a_slot_without_promising_a_graph():
     host, pool = Host(FULL), GraphPool("cpu")
     strict = GraphOptions(lazy=True, strict=True)
     one, other = host.wrap(lambda x: x + 1, pool, strict), host.wrap(lambda x: x + 2, pool, strict)

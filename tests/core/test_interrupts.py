@@ -290,7 +290,7 @@ def test_output_axes_forgotten_by_an_interrupted_recapture_are_found_again(line)
 
 @pytest.mark.draws
 @pytest.mark.parametrize("kind", KINDS)
-def test_after_a_signal_at_any_time_the_runner_still_works(kind):
+def test_after_an_interrupt_signal_at_any_time_the_runner_still_works(kind):
     rng = random.Random(f"{SEED} {kind}")
     interrupt(kind, lambda function: function())
     _, function = KINDS[kind]()

@@ -1,4 +1,4 @@
-"""Outputs of a runner hold the live rows and become unreadable when a later step overwrites them."""
+"""Outputs of a runner hold the live rows; a later step that overwrites them makes them raise."""
 
 import collections
 import contextlib
@@ -635,7 +635,9 @@ def test_graphs_captured_before_a_failed_size_serve_smaller_batches():
 )
 @pytest.mark.parametrize("sizes", [[8], [4], [4, 8]])
 @pytest.mark.parametrize("lazy", [False, True])
-def test_outputs_that_grow_with_the_batch_along_no_batch_axis_are_refused(forward, sizes, lazy):
+def test_outputs_that_depend_on_the_batch_size_without_a_batch_axis_are_refused(
+    forward, sizes, lazy
+):
     run = GraphRunner(forward, mode="FULL", sizes=sizes, inputs=X, options=GraphOptions(lazy=lazy))
     with pytest.raises(OutputError):
         run(x=rows(3)) if lazy else run.capture()
@@ -717,7 +719,7 @@ def _plain(value):
         "sparse",
         "nested",
         "function",
-        "attributes beside",
+        "dict with attributes",
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*nested")

@@ -114,7 +114,7 @@ def test_an_available_out_of_tree_platform_goes_before_built_ins() -> None:
     assert registry(off, built_ins=table("gpu", "cpu")).current().name == "gpu"
 
 
-def test_a_platform_by_name_only_is_never_current_unless_named(
+def test_a_by_name_only_platform_is_chosen_and_started_only_when_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stand_in, real, cpu = StubPlatform("npu-sim"), StubPlatform("npu"), StubPlatform("cpu")

@@ -31,7 +31,7 @@ def runner_of(model: torch.nn.Module, **more: Any) -> GraphRunner[torch.Tensor]:
 
 
 @pytest.mark.parametrize("outputs", [("rows", 5), ("tokens", 5), None])
-def test_inputs_and_outputs_by_rows_are_padded_and_cut(outputs: Any):
+def test_inputs_with_a_rows_axis_are_padded_and_their_outputs_cut(outputs: Any):
     model = classifier()
     runner = runner_of(model, outputs=outputs)
     runner.capture()

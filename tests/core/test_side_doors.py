@@ -435,7 +435,9 @@ def test_each_replay_gives_an_eager_part_its_container_as_captured(kind: Any):
     assert sizes == [0] * 4
 
 
-@pytest.mark.parametrize("first", [True, False], ids=["at the capture", "after it"])
+@pytest.mark.parametrize(
+    "first", [True, False], ids=["changed at the capture", "changed at replays"]
+)
 @pytest.mark.parametrize("by_name", [True, False])
 def test_each_replay_gives_an_eager_part_its_list_of_numbers_as_captured(by_name, first):
     changes = [first]
@@ -561,7 +563,7 @@ def test_an_eager_part_whose_operator_finds_a_graphs_tensor_by_name_is_refused()
         lambda v, x: setattr(v, "data", x * 3),
         lambda v, x: v.unsqueeze_(0),
     ],
-    ids=["set_", "there and back", "data", "unsqueeze_"],
+    ids=["set_", "unsqueeze_ then squeeze_", "data", "unsqueeze_"],
 )
 def test_editing_an_eager_parts_result_in_place_gives_the_eager_values(edit):
     part = eager_break(lambda x: x + 1)

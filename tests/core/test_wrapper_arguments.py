@@ -62,7 +62,7 @@ def at_step(level: str, moved_at: int) -> bool:
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("moved_at", [1, 2, 70])
-def test_a_moved_argument_is_found_at_the_first_replay_or_at_every_replay(level, moved_at):
+def test_the_check_level_decides_at_which_replays_a_moved_argument_is_found(level, moved_at):
     expected = level in ("sample", "always") or (moved_at == 1 and level != "off")
     assert at_step(level, moved_at) is expected
 
