@@ -139,7 +139,7 @@ def test_a_profiler_in_python_sees_the_forward_and_changes_no_trial():
     assert seen.count(("forward", "call")) == runs
 
 
-def test_a_forward_that_python_cannot_profile_counts_as_asking_for_grad_mode():
+def test_under_a_profiler_in_c_a_forward_counts_as_asking_for_grad_mode():
     assert runs_of_first_step(Opaque()) == runs_of_first_step() + 1
 
 
