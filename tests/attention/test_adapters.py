@@ -48,7 +48,7 @@ DECODE = BatchDescriptor(4, 4, uniform=True)
         (lambda: new_flashinfer(GROUPED), "flashinfer"),
     ],
 )
-def test_a_missing_library_is_named(
+def test_a_missing_attention_library_is_named_by_the_error(
     make: Any, module: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
@@ -57,7 +57,7 @@ def test_a_missing_library_is_named(
     assert repr(module) in str(caught.value.expected)
 
 
-def test_a_broken_library_is_told_apart_from_a_missing_one(
+def test_a_library_that_fails_to_import_is_named_with_its_error(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     (tmp_path / "flash_attn.py").write_text("raise OSError('undefined symbol: _ZN3c10')")
@@ -68,14 +68,14 @@ def test_a_broken_library_is_told_apart_from_a_missing_one(
     assert "undefined symbol" in str(caught.value)
 
 
-def test_flash_2_refuses_what_it_cannot_read() -> None:
+def test_flash_2_refuses_small_pages_and_latent_shapes() -> None:
     with pytest.raises(InvalidInputError, match="multiple of 256"):
         FlashAttention(GROUPED)
     with pytest.raises(InvalidInputError, match="FlashAttention3"):
         FlashAttention(LATENT)  # type: ignore[arg-type]
 
 
-def test_rows_behind_the_last_request_are_zeros() -> None:
+def test_output_rows_after_the_last_request_are_zeros() -> None:
     output, out = torch.full((5, 1, 2), float("nan")), torch.ones(5, 1, 2)
     output[:3] = 7.0
     copy_live(out, output, torch.tensor([0, 2, 3], dtype=torch.int32))
@@ -117,7 +117,9 @@ def test_flash_2_gets_int32_tables_and_bounds_from_the_host(
     assert prefill["cu_seqlens_k"].tolist() == [0, 300, 305]
 
 
-def test_flash_3_gets_latents_in_two_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_3_gets_latent_queries_and_caches_in_two_parts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     calls: list[tuple[str, dict[str, Any]]] = []
     monkeypatch.setitem(sys.modules, "flash_attn_interface", recording_flash(calls))
     backend = FlashAttention3(LATENT)
@@ -158,7 +160,7 @@ def test_a_context_longer_than_the_block_table_is_refused() -> None:
         page_lists([3, 33], 16, 2)
 
 
-def test_the_worst_case_has_all_tokens_and_the_longest_contexts() -> None:
+def test_the_worst_case_has_all_tokens_and_the_longest_contexts_for_planning() -> None:
     lengths = worst_case(7, 3, 64)
     assert lengths.context_lens == (64, 64, 64) and lengths.query_lens == (3, 2, 2)
     assert starts(torch.tensor(lengths.query_lens, dtype=torch.int32)).tolist() == [0, 3, 5, 7]
@@ -237,7 +239,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[RecordingWrapper]:
 @pytest.mark.parametrize("shape", [GROUPED, LATENT])
 @pytest.mark.parametrize("told", [True, False])
 @pytest.mark.parametrize("captured", [True, False])
-def test_flashinfer_decodes_what_it_planned(
+def test_flashinfer_decodes_with_the_planned_lengths(
     shape: AttentionShape, told: bool, captured: bool, made: list[RecordingWrapper]
 ) -> None:
     backend = new_flashinfer(shape)
@@ -309,7 +311,7 @@ def test_flashinfer_plans_every_phase_into_the_same_buffers(
     assert len(four.given["kv_indices" if shape is LATENT else "paged_kv_indices_buffer"]) == 48
 
 
-def test_flashinfer_captures_the_worst_case(made: list[RecordingWrapper]) -> None:
+def test_flashinfer_plans_a_capture_for_the_longest_contexts(made: list[RecordingWrapper]) -> None:
     backend = new_flashinfer(GROUPED)
     problem = random_problem(GROUPED, [0] * 4, 1, max_blocks=6)
     buffers = {"block_table": problem.step.block_table, "context_lens": problem.step.context_lens}
@@ -323,7 +325,7 @@ def test_flashinfer_declares_one_token_a_request(made: list[RecordingWrapper]) -
     assert new_flashinfer(LATENT).get_cudagraph_support() is single
 
 
-def test_lengths_of_another_step_are_refused(made: list[RecordingWrapper]) -> None:
+def test_flashinfer_refuses_lengths_of_another_step(made: list[RecordingWrapper]) -> None:
     backend = new_flashinfer(GROUPED)
     problem = random_problem(GROUPED, [3] * 4, 1, max_blocks=6)
     buffers = {"block_table": problem.step.block_table, "context_lens": problem.step.context_lens}

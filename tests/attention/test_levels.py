@@ -62,19 +62,19 @@ def test_a_backend_has_its_declared_level(name, level):
     assert get_cudagraph_support(name) is AttentionSupport[level]
 
 
-def test_the_table_above_has_every_backend():
+def test_the_table_of_this_test_has_every_known_backend():
     assert sorted(name for name, _ in WITHOUT_FACTS) == sorted(b.name for b in known_backends())
 
 
 @pytest.mark.parametrize(("name", "facts", "level"), WITH_FACTS)
-def test_facts_choose_the_level(name, facts, level):
+def test_given_facts_choose_the_level_of_a_backend(name, facts, level):
     assert get_cudagraph_support(name, **facts) is AttentionSupport[level]
 
 
 @pytest.mark.parametrize(
     "backend", [b for b in known_backends() if len(b.levels) > 1], ids=lambda b: b.name
 )
-def test_every_conditional_row_can_apply(backend):
+def test_every_level_of_a_backend_can_be_reached(backend):
     """A row that an earlier one always hides would be a mistake in the table."""
     reached = set()
     for level in backend.levels:
@@ -84,7 +84,7 @@ def test_every_conditional_row_can_apply(backend):
 
 
 @pytest.mark.parametrize("backend", known_backends(), ids=lambda b: b.name)
-def test_only_the_last_row_is_unconditional(backend):
+def test_only_the_last_level_of_a_backend_is_unconditional(backend):
     assert [bool(level.when) for level in backend.levels] == [True] * (len(backend.levels) - 1) + [
         False
     ]
@@ -131,12 +131,12 @@ def test_an_unknown_name_is_a_named_error_with_the_nearest(name, nearest):
 
 
 @pytest.mark.parametrize("name", ["", "no such thing"])
-def test_a_name_like_no_other_points_to_the_list(name):
+def test_a_name_like_no_known_backend_is_an_error_that_points_to_the_list(name):
     with pytest.raises(InvalidOptionError, match="graphrt attention"):
         get_cudagraph_support(name)
 
 
-def test_an_unknown_fact_is_a_named_error_that_lists_the_known_ones():
+def test_an_unknown_fact_is_an_error_that_lists_the_known_facts():
     with pytest.raises(InvalidOptionError, match="unknown fact") as raised:
         get_cudagraph_support("flashinfer", trtlm_kernels=True)
     assert "decode_context_parallel" in raised.value.expected
@@ -170,7 +170,7 @@ def test_a_fact_that_a_backend_does_not_depend_on_changes_nothing():
     ]
 
 
-def test_deliberately_low_levels_are_marked():
+def test_backends_with_deliberately_low_levels_are_marked_conservative():
     marked = {b.name for b in known_backends() for level in b.levels if level.conservative}
     assert marked == {
         "flash-attention-2",
@@ -186,14 +186,14 @@ def test_kernels_with_host_lengths_are_marked_for_task_update():
     assert marked == {"ascend-fia", "ascend-paged", "ascend-mla"}
 
 
-def test_levels_resolve_the_mode_of_a_hybrid_model():
+def test_levels_of_several_backends_resolve_the_mode_of_a_hybrid_model():
     names = ["flash-attention-3", "mamba2", "gdn"]
     resolution = resolve_mode("FULL", attention={n: get_cudagraph_support(n) for n in names})
     assert resolution.mode.name == "FULL_AND_PIECEWISE"
     assert resolution.steps[0].backend == "mamba2"
 
 
-def test_what_the_catalogue_says_of_graphrts_own_backends_is_what_they_declare() -> None:
+def test_catalogue_levels_of_graphrt_backends_equal_their_declarations() -> None:
     triton = pytest.importorskip("graphrt.attention.triton.backend", reason="needs Triton")
     shape = GroupedShape(2, 1, 16, page_size=16)
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -42,13 +42,13 @@ def test_every_backend_and_level_is_on_one_line_of_the_table(columns):
         assert backend.levels[0].support.name in line
 
 
-def test_conditions_are_whole_words_in_80_columns():
+def test_the_table_of_levels_does_not_break_condition_names():
     text = run("attention")
     assert "decode_context_parallel" in text
     assert "trtllm_kernels, causal" in text
 
 
-def test_marks_of_the_table_are_explained():
+def test_marks_in_the_table_of_levels_are_explained_below():
     lines = run("attention").splitlines()
     assert any("flash-attention-2" in line and "UNIFORM_BATCH*" in line for line in lines)
     assert any(line.startswith("ascend-fia +") for line in lines)
@@ -136,7 +136,9 @@ def test_plan_says_which_level_a_known_backend_has():
         ("flashinfer:decode_context_parallel=0", "a number from 1"),
     ],
 )
-def test_plan_refuses_what_is_neither_a_level_nor_known(given, told, monkeypatch, capsys):
+def test_plan_refuses_an_attention_that_is_neither_level_nor_backend(
+    given, told, monkeypatch, capsys
+):
     assert told in error_of(monkeypatch, capsys, "plan", "--attention", given)
 
 

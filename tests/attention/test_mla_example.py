@@ -58,7 +58,7 @@ def check(results: list[Result], work: Workload, layers: int) -> None:
     ],
     ids=str,
 )
-def test_the_declaration_takes_attention_into_the_graph(changes: dict[str, int]) -> None:
+def test_the_mla_example_captures_attention_only_where_declared(changes: dict[str, int]) -> None:
     chosen = work(**changes)
     results = run(TINY, chosen, "cpu", "sdpa")
     check(results, chosen, TINY.layers)
@@ -67,13 +67,15 @@ def test_the_declaration_takes_attention_into_the_graph(changes: dict[str, int])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled, not interpreted")
-def test_the_triton_kernels_are_taken_in_too() -> None:
+def test_the_mla_example_captures_triton_attention_where_declared() -> None:
     pytest.importorskip("triton", reason="the kernels are written in Triton")
     model, chosen = replace(TINY, layers=1), work(batch=1, steps=2, context=3, query_len=2)
     check(run(model, chosen, "cpu", "triton"), chosen, model.layers)
 
 
-def test_a_replay_that_differs_from_eager_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_mla_example_fails_if_a_replay_differs_from_eager(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Drifting(SdpaAttention):
         def run(self, step: Any, query: Any, caches: Any, out: torch.Tensor) -> None:
             super().run(step, query, caches, out)
@@ -83,7 +85,9 @@ def test_a_replay_that_differs_from_eager_is_found(monkeypatch: pytest.MonkeyPat
     assert main(["--device", "cpu", "--tokens", "2", "--prompt", "3"]) == 1
 
 
-def test_what_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_mla_example_prints_the_mode_and_writes_counts_as_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "mla.json"
     arguments = ["--device", "cpu", "--layers", "2", "--tokens", "3", "--json", str(path)]
     assert main(arguments) == 0
@@ -95,7 +99,7 @@ def test_what_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert [sum(s["graph_launches"] for s in each) for each in steps] == [0, 9, 3]
 
 
-def test_absorbed_attention_is_attention_with_the_keys_and_values_made() -> None:
+def test_absorbed_mla_attention_equals_attention_with_explicit_keys_and_values() -> None:
     host = Host(TINY, work(context=0, query_len=2), "cpu")
     attention = counted(SdpaAttention, declared=True)(TINY.shape(host.work.page_size))
     steps: Logits = []

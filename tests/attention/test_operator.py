@@ -151,7 +151,7 @@ def check(
         pytest.param("triton", False, marks=pytest.mark.long),
     ],
 )
-def test_a_compiled_model_has_its_attention_in_the_graph_or_between_pieces(kind, own_wrappers):
+def test_attention_of_a_compiled_model_runs_in_full_graphs_or_between_pieces(kind, own_wrappers):
     # A verified step runs five times: of interpreted kernels one by each mode.
     layers, steps = (2, STEPS[1:3]) if kind == "triton" else (3, STEPS)
     check(kind, "cpu", CompileOptions(), own_wrappers=own_wrappers, layers=layers, steps=steps)
@@ -160,14 +160,14 @@ def test_a_compiled_model_has_its_attention_in_the_graph_or_between_pieces(kind,
 @pytest.mark.cuda
 @pytest.mark.parametrize("kind", ["sdpa", "triton"])
 @pytest.mark.parametrize("partition", [False, True])
-def test_compiled_by_inductor_on_a_gpu(kind, partition, tmp_path):
+def test_opaque_attention_works_in_a_model_compiled_by_inductor_on_a_gpu(kind, partition, tmp_path):
     options = CompileOptions(
         backend="inductor", use_inductor_graph_partition=partition, cache_dir=str(tmp_path)
     )
     check(kind, "cuda", options)
 
 
-def test_a_step_is_begun_once_for_all_layers(monkeypatch):
+def test_the_attention_backend_begins_a_step_once_for_all_layers(monkeypatch):
     attention = OpaqueAttention(SdpaAttention(SHAPE), "begun once")
     begun = []
     begin = SdpaAttention.begin
@@ -187,7 +187,7 @@ def test_a_step_is_begun_once_for_all_layers(monkeypatch):
     assert len(begun) == len(STEPS)
 
 
-def test_an_uncompiled_model_breaks_around_the_operator():
+def test_an_uncompiled_model_is_captured_in_pieces_around_opaque_attention():
     torch.manual_seed(0)
     attention = OpaqueAttention(SdpaAttention(SHAPE), f"test{next(NUMBERS)}")
     with GraphRunner(
@@ -212,7 +212,7 @@ def attended(attention: OpaqueAttention) -> torch.Tensor:
     return attention(torch.ones(3, SHAPE.num_heads, SHAPE.head_dim), cache, cache, **values)
 
 
-def test_a_copy_says_that_its_name_belongs_to_the_original():
+def test_calling_a_copy_of_opaque_attention_is_refused():
     model = Layers(OpaqueAttention(SdpaAttention(SHAPE), f"test{next(NUMBERS)}"), 1, "cpu")
     with ForwardContext(GraphMode.NONE):
         before = attended(model.attention)
@@ -225,7 +225,7 @@ def test_a_copy_says_that_its_name_belongs_to_the_original():
     assert torch.equal(attended(model.attention), before)
 
 
-def test_a_copy_is_not_compiled_with_the_name_of_the_original():
+def test_compiling_a_copied_model_with_opaque_attention_is_refused():
     attention = OpaqueAttention(SdpaAttention(SHAPE), f"test{next(NUMBERS)}")
     model = copy.deepcopy(Layers(attention, 1, "cpu"))
     compiled = compile_module(model, DIMS)
@@ -233,13 +233,13 @@ def test_a_copy_is_not_compiled_with_the_name_of_the_original():
         compiled(**STEPS[0][1])
 
 
-def test_an_unpickled_one_has_its_name_in_another_process():
+def test_unpickled_opaque_attention_works_once_the_original_is_gone():
     stored = pickle.dumps(OpaqueAttention(SdpaAttention(SHAPE), "stored"))
     attention = pickle.loads(stored)
     assert attended(attention).shape == (3, SHAPE.num_heads, SHAPE.head_dim)
 
 
-def test_a_name_belongs_to_one_backend():
+def test_a_second_opaque_attention_of_the_same_name_is_refused():
     first = OpaqueAttention(SdpaAttention(SHAPE), "mine")
     with pytest.raises(InvalidOptionError, match="one name"):
         OpaqueAttention(SdpaAttention(SHAPE), "mine")
@@ -248,7 +248,7 @@ def test_a_name_belongs_to_one_backend():
     OpaqueAttention(SdpaAttention(SHAPE), "mine")
 
 
-def test_a_name_is_free_once_its_backend_is_garbage():
+def test_a_name_is_free_once_its_attention_is_unreachable():
     held: list[Any] = [OpaqueAttention(SdpaAttention(SHAPE), "in a cycle")]
     held.append(held)
     gc.disable()
@@ -259,7 +259,7 @@ def test_a_name_is_free_once_its_backend_is_garbage():
         gc.enable()
 
 
-def test_compiled_code_without_its_backend_says_which_one_is_missing():
+def test_the_attend_operator_names_a_missing_attention_backend():
     values = STEPS[0][1]
     with pytest.raises(InvalidInputError, match="is not there"):
         torch.ops.graphrt.attend(

@@ -24,7 +24,7 @@ def unpaged(problem: Problem, request: int, cache: int) -> torch.Tensor:
     return torch.cat(rows)[:length].double()
 
 
-def test_a_prefill_is_causal_attention_over_its_own_keys() -> None:
+def test_reference_prefill_is_causal_attention_over_its_own_keys() -> None:
     problem = random_problem(GROUPED, [7], 7)
     query = problem.query.double().transpose(0, 1)
     keys, values = (unpaged(problem, 0, cache).transpose(0, 1) for cache in (0, 1))
@@ -32,7 +32,7 @@ def test_a_prefill_is_causal_attention_over_its_own_keys() -> None:
     torch.testing.assert_close(expected(problem), plain.transpose(0, 1))
 
 
-def test_a_decode_of_latents_is_attention_with_one_key_head() -> None:
+def test_reference_decode_of_latents_is_attention_with_a_single_key_head() -> None:
     problem = random_problem(LATENT, [5, 9], 1)
     for request, row in enumerate(expected(problem)):
         latents = unpaged(problem, request, 0)
@@ -41,7 +41,7 @@ def test_a_decode_of_latents_is_attention_with_one_key_head() -> None:
 
 
 @pytest.mark.parametrize("shape", [GROUPED, LATENT])
-def test_queries_of_any_lengths_are_their_requests_one_by_one(
+def test_reference_attention_of_a_ragged_batch_equals_its_requests_alone(
     shape: GroupedShape | LatentShape,
 ) -> None:
     lengths, query_lens = [9, 3, 0, 12], [4, 3, 0, 1]
@@ -58,13 +58,13 @@ def test_queries_of_any_lengths_are_their_requests_one_by_one(
         start += query_len
 
 
-def test_tokens_that_see_nothing_are_zeros() -> None:
+def test_tokens_without_visible_keys_have_zero_output() -> None:
     output = expected(random_problem(GROUPED, [0, 2, 5], 4, poison=True))
     assert not output[:4].any() and not output[4:6].any()
     assert output[6:].flatten(1).any(1).all()
 
 
-def test_what_no_token_may_see_is_poisoned_and_the_dummy_page_is_not() -> None:
+def test_poison_fills_all_invisible_cache_slots_except_the_dummy_page() -> None:
     problem = random_problem(GROUPED, [6, 0, 4], 1, spare_pages=2, max_blocks=5, poison=True)
     keys, table = problem.caches[0], problem.step.block_table
     assert keys.shape[0] == 1 + 2 + 0 + 1 + 2
@@ -78,6 +78,6 @@ def test_what_no_token_may_see_is_poisoned_and_the_dummy_page_is_not() -> None:
     assert expected(problem).isfinite().all()
 
 
-def test_poison_changes_nothing_that_may_be_seen() -> None:
+def test_poison_does_not_change_the_reference_output() -> None:
     plain, poisoned = (random_problem(LATENT, [6, 3], 2, seed=4, poison=p) for p in (False, True))
     assert torch.equal(expected(plain), expected(poisoned))

@@ -53,7 +53,7 @@ def ragged(draw: Any) -> tuple[list[int], list[int]]:
 
 @given(shapes(), ragged(), st.sampled_from(list(TOLERANCE)), st.integers(0, 3), st.integers(0, 99))
 @settings(max_examples=120)
-def test_any_batch_is_what_the_oracle_says(
+def test_ragged_batches_equal_the_reference_attention(
     shape: AttentionShape,
     lengths: tuple[list[int], list[int]],
     dtype: torch.dtype,
@@ -69,7 +69,7 @@ def test_any_batch_is_what_the_oracle_says(
 
 @given(shapes(), st.lists(st.integers(0, 130), min_size=1, max_size=6), st.integers(1, 4))
 @settings(max_examples=60)
-def test_uniform_batches_are_what_the_oracle_says(
+def test_uniform_batches_equal_the_reference_attention(
     shape: AttentionShape, contexts: list[int], query_len: int
 ) -> None:
     check(random_problem(shape, contexts, query_len))
@@ -77,7 +77,9 @@ def test_uniform_batches_are_what_the_oracle_says(
 
 @pytest.mark.parametrize("chunk_bytes", [1, 20_000, 10**9])
 @pytest.mark.parametrize("queries", [[70, 1, 1, 0, 33], [1, 1, 1, 1, 1]])
-def test_chunks_change_nothing(queries: list[int], chunk_bytes: int) -> None:
+def test_the_chunk_size_does_not_change_prefill_results(
+    queries: list[int], chunk_bytes: int
+) -> None:
     shape = GroupedShape(4, 2, 16, page_size=16)
     problem = random_problem(shape, [90, 33, 2, 0, 64], query_lens=queries)
     torch.testing.assert_close(attended(problem, chunk_bytes=chunk_bytes), attended(problem))
@@ -116,7 +118,7 @@ class LargestTensor(torch.utils._python_dispatch.TorchDispatchMode):
     st.integers(0, 5),
     st.sampled_from([GroupedShape(32, 8, 128, 16), LatentShape(16, 512, 64, 16, 0.1)]),
 )
-def test_every_token_is_in_one_slot_that_sees_its_past(
+def test_every_token_has_a_tile_slot_that_sees_exactly_its_past(
     queries: list[int], padding: int, shape: AttentionShape
 ) -> None:
     if not sum(queries) + padding:
@@ -147,7 +149,7 @@ def test_tiles_are_single_tokens_for_decode_and_large_for_prefill() -> None:
     assert 16 <= tile_size(shape, 519, 8) <= 128
 
 
-def test_tiles_of_a_step_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prepared_tiles_of_a_step_are_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = random_problem(GroupedShape(2, 1, 8, 16), [20, 3], query_lens=[5, 1])
     tiles = tiles_of(problem.shape, problem.step, 6)
     expected, out = attended(problem), problem.out

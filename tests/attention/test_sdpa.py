@@ -53,7 +53,7 @@ def attended(problem: Problem, **options: int) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("query_len", [1, 2, 3, 4])
 @pytest.mark.parametrize("table_dtype", [torch.int32, torch.int64])
-def test_decode_is_what_the_oracle_says(
+def test_decode_equals_the_reference_attention(
     shape: AttentionShape, dtype: torch.dtype, query_len: int, table_dtype: torch.dtype
 ) -> None:
     lengths = [33, 0, 1, 16, 70, 0]
@@ -65,13 +65,13 @@ def test_decode_is_what_the_oracle_says(
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_pages_that_belong_to_nobody_are_not_read(shape: AttentionShape) -> None:
+def test_cache_pages_of_no_request_are_not_read(shape: AttentionShape) -> None:
     # All slots of the pages in use are live, so that what is poisoned is in other pages only.
     problem = random_problem(shape, [32, 0, 48], 2, poison=True, spare_pages=5)
     torch.testing.assert_close(attended(problem).double(), expected(problem), rtol=1e-5, atol=1e-5)
 
 
-def test_a_bound_of_the_contexts_leaves_out_the_pages_behind_it() -> None:
+def test_pages_beyond_max_context_are_left_out_of_a_step() -> None:
     problem = random_problem(GROUPED, [20, 5], 1, max_blocks=9)
     backend, step = SdpaAttention(GROUPED), problem.step
     begun = backend.begin(step.block_table, step.context_lens, query_len=1, max_context=20)
@@ -80,25 +80,25 @@ def test_a_bound_of_the_contexts_leaves_out_the_pages_behind_it() -> None:
     torch.testing.assert_close(output, attended(problem))
 
 
-def test_uniform_queries_longer_than_a_tile_are_cut() -> None:
+def test_uniform_queries_longer_than_the_largest_tile_give_reference_results() -> None:
     query_len = LARGEST_TILE + 10
     problem = random_problem(GROUPED, [query_len + 3, 0, query_len], query_len)
     torch.testing.assert_close(attended(problem).double(), expected(problem), rtol=1e-5, atol=1e-5)
 
 
-def test_chunks_change_nothing() -> None:
+def test_the_chunk_size_does_not_change_decode_results() -> None:
     problem = random_problem(LATENT, [40, 3, 0, 17], 2)
     torch.testing.assert_close(attended(problem, chunk_bytes=1), attended(problem))
 
 
-def test_a_query_of_another_length_than_its_requests_is_refused() -> None:
+def test_a_query_with_more_tokens_than_its_requests_is_refused() -> None:
     problem = random_problem(GROUPED, [3, 3], 1)
     backend, step = SdpaAttention(GROUPED), problem.step
     with pytest.raises(InvalidInputError, match="4 tokens"):
         backend.run(step, problem.query.repeat(2, 1, 1), problem.caches, problem.out)
 
 
-def test_tiles_of_a_ragged_step_are_made_once_where_the_context_says_how_many_tokens() -> None:
+def test_ragged_tiles_are_prepared_once_where_the_context_gives_the_token_count() -> None:
     problem = random_problem(GROUPED, [9, 5], query_lens=[4, 1])
     backend, step = SdpaAttention(GROUPED), problem.step
     tables = step.block_table, step.context_lens
@@ -110,7 +110,7 @@ def test_tiles_of_a_ragged_step_are_made_once_where_the_context_says_how_many_to
     torch.testing.assert_close(output, attended(problem))
 
 
-def test_any_batch_can_be_one_graph() -> None:
+def test_sdpa_attention_declares_support_for_every_batch() -> None:
     assert supports_of(SdpaAttention(GROUPED)) == {"graphrt-sdpa": AttentionSupport.ALWAYS}
 
 
@@ -216,7 +216,7 @@ MIXED = [[7, 1, 1], [1, 12, 4, 1, 1], [24], [2, 1], [3, 3, 2, 5, 1, 1, 1, 2]]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_decode_in_full_graphs(shape: AttentionShape) -> None:
+def test_decode_steps_in_full_graphs_equal_eager(shape: AttentionShape) -> None:
     host = new_host(shape)
     with host.runner("FULL_DECODE_ONLY") as runner:
         runner.capture()
@@ -224,7 +224,7 @@ def test_decode_in_full_graphs(shape: AttentionShape) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_queries_of_several_tokens_in_full_graphs(shape: AttentionShape) -> None:
+def test_queries_of_several_tokens_in_full_graphs_equal_eager(shape: AttentionShape) -> None:
     host = new_host(shape)
     with host.runner("FULL_DECODE_ONLY", query_lens=(3,)) as runner:
         runner.capture()
@@ -233,7 +233,7 @@ def test_queries_of_several_tokens_in_full_graphs(shape: AttentionShape) -> None
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("mode", [GraphMode.PIECEWISE, GraphMode.FULL])
-def test_mixed_batches_in_graphs(shape: AttentionShape, mode: GraphMode) -> None:
+def test_mixed_batches_in_graphs_equal_eager(shape: AttentionShape, mode: GraphMode) -> None:
     host = new_host(shape)
     with host.runner(mode.name) as runner:
         assert runner.mode is mode
@@ -241,7 +241,7 @@ def test_mixed_batches_in_graphs(shape: AttentionShape, mode: GraphMode) -> None
         check_steps(host, runner, MIXED, mode)
 
 
-def test_decode_and_mixed_batches_take_turns() -> None:
+def test_alternating_decode_and_mixed_batches_equal_eager() -> None:
     host = new_host(GROUPED)
     with host.runner("FULL_AND_PIECEWISE") as runner:
         runner.capture()

@@ -48,6 +48,6 @@ def test_every_type_of_a_public_signature_is_public(name: str) -> None:
     assert {each for each in wanted if not is_everyones(each)} <= set(public.__all__)
 
 
-def test_all_is_sorted_as_ruff_sorts_it() -> None:
+def test_the_list_of_public_names_is_sorted_as_ruff_sorts() -> None:
     upper = [name for name in public.__all__ if name[0].isupper()]
     assert public.__all__ == sorted(upper) + sorted(set(public.__all__) - set(upper))

@@ -115,7 +115,9 @@ def test_decode_is_within_tolerance_of_float64(
 @pytest.mark.parametrize(
     ("shape", "splits"), sampled({0, 7}, product(SHAPES, ("fixed", "task"))), ids=str
 )
-def test_every_policy_of_splits_is_within_tolerance(shape: AttentionShape, splits: str) -> None:
+def test_decode_is_within_tolerance_for_every_split_policy(
+    shape: AttentionShape, splits: str
+) -> None:
     problem = random_problem(shape, [65, 0, LONG, 128], 2, device=DEVICE, poison=True)
     assert relative_error(problem, attended(problem, splits)) <= TOLERANCE[torch.float32]
 
@@ -156,7 +158,9 @@ def test_random_problems_are_within_tolerance(seed: int) -> None:
 
 @pytest.mark.parametrize("lengths", [[5], [0, 0], [1, 64, 65, 4096], [100_000, 1, 1, 1], [900] * 9])
 @pytest.mark.parametrize("wave", [0.25, 4, 132])
-def test_a_plan_covers_every_request_within_its_limit(lengths: list[int], wave: float) -> None:
+def test_a_schedule_of_splits_covers_every_request_within_its_limit(
+    lengths: list[int], wave: float
+) -> None:
     reqs, room = len(lengths), Room(wave, 132, merge_tokens=20)
     splits = scheduled_splits(reqs, room, max(lengths))
     written = torch.full((1 + reqs + splits.num_splits,), -7, dtype=torch.int32, device=DEVICE)
@@ -180,33 +184,33 @@ def test_a_plan_covers_every_request_within_its_limit(lengths: list[int], wave: 
         assert count * max(chunk, 2 * UNIT) >= length
 
 
-def test_spans_are_bounded_by_the_processors_and_the_requests() -> None:
+def test_the_number_of_splits_is_bounded_by_processors_and_requests() -> None:
     assert Room(132, 132, 50).limit(1) == 4 * 132
     assert Room(33, 132, 8).limit(16) == 8 * 33
     assert Room(33, 132, 8).limit(300) == 600
 
 
-def test_a_request_that_grows_keeps_its_number_of_spans() -> None:
+def test_the_number_of_splits_rarely_changes_as_contexts_grow() -> None:
     room = Room(132, 132, 50)
     counts = [fixed_splits([length] * 4, room).num_splits for length in range(1, 65_536, 64)]
     assert max(counts) > 50 and len(set(counts)) <= 16
     assert sum(a != b for a, b in pairwise(counts)) <= 32
 
 
-def test_uniform_batches_are_what_its_graphs_serve() -> None:
+def test_triton_attention_declares_support_for_uniform_batches() -> None:
     backend = TritonAttention(SHAPES[0], max_num_reqs=2, device=DEVICE)
     assert backend.get_cudagraph_support() is AttentionSupport.UNIFORM_BATCH
     assert supports_of(backend) == {"graphrt-triton": AttentionSupport.UNIFORM_BATCH}
 
 
-def test_a_batch_beyond_the_buffers_is_refused() -> None:
+def test_a_batch_of_more_requests_than_max_num_reqs_is_refused() -> None:
     backend = TritonAttention(SHAPES[0], max_num_reqs=2, device=DEVICE)
     problem = random_problem(SHAPES[0], [4, 4, 4], 1, device=DEVICE)
     with pytest.raises(InvalidInputError, match="max_num_reqs"):
         backend.begin(problem.step.block_table, problem.step.context_lens, query_len=1)
 
 
-def test_tasks_need_to_know_the_longest_context() -> None:
+def test_splits_by_task_require_max_context() -> None:
     with pytest.raises(InvalidOptionError, match="max_context"):
         TritonAttention(SHAPES[0], max_num_reqs=2, splits="task", device=DEVICE)
 
@@ -322,7 +326,7 @@ def test_graphs_equal_eager_for_uniform_and_mixed_batches(
     )
 
 
-def test_uniform_batches_by_pieces_take_the_decode_kernels_and_plan_once_a_step(
+def test_uniform_piecewise_batches_use_decode_kernels_and_plan_once_a_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     backend = TritonAttention(
@@ -357,7 +361,7 @@ def test_uniform_batches_by_pieces_take_the_decode_kernels_and_plan_once_a_step(
     assert [query_len for query_len, _ in ran[2:]] == [None, None]
 
 
-def test_rows_that_do_not_lie_in_one_piece_are_refused() -> None:
+def test_a_query_with_scattered_rows_or_another_dtype_is_refused() -> None:
     problem = random_problem(SHAPES[0], [40, 3], 1, device=DEVICE)
     backend = TritonAttention(SHAPES[0], max_num_reqs=2, dtype=torch.float32, device=DEVICE)
     step = backend.begin(problem.step.block_table, problem.step.context_lens, query_len=1)
@@ -388,7 +392,7 @@ def _two_steps(forward_of: Any, mode: str, lengths: list[int]) -> tuple[Any, Any
 
 
 @pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL_AND_PIECEWISE"])
-def test_two_steps_of_one_forward_do_not_take_each_others_plan(mode: str) -> None:
+def test_two_attention_steps_in_a_forward_keep_their_own_plans(mode: str) -> None:
     def interleaved(backend: TritonAttention, caches: tuple[torch.Tensor, ...]) -> Any:
         def forward(query: Any, block_table: Any, context_lens: Any, query_start_loc: Any) -> Any:
             tables = {"query_start_loc": query_start_loc}
@@ -403,7 +407,7 @@ def test_two_steps_of_one_forward_do_not_take_each_others_plan(mode: str) -> Non
 
 
 @pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL_AND_PIECEWISE"])
-def test_lengths_that_a_forward_advances_are_planned_anew(mode: str) -> None:
+def test_lengths_changed_inside_a_forward_are_planned_again(mode: str) -> None:
     def advancing(backend: TritonAttention, caches: tuple[torch.Tensor, ...]) -> Any:
         def forward(query: Any, block_table: Any, context_lens: Any, query_start_loc: Any) -> Any:
             tables = {"query_start_loc": query_start_loc}
@@ -438,7 +442,7 @@ def test_fewer_query_rows_than_requests_are_refused() -> None:
         backend.attend(step, problem.query[:2], *problem.caches)
 
 
-def test_updates_may_be_passed_with_every_batch_and_unchanged_after_any() -> None:
+def test_task_updates_may_be_passed_with_every_kind_of_batch() -> None:
     backend = TritonAttention(
         SMALL,
         max_num_reqs=4,
@@ -468,7 +472,7 @@ def test_updates_may_be_passed_with_every_batch_and_unchanged_after_any() -> Non
         runner(decode, updates={"another": {}}, **inputs)
 
 
-def test_options_that_leave_no_room_are_refused() -> None:
+def test_zero_requests_and_too_long_queries_are_refused() -> None:
     with pytest.raises(InvalidOptionError, match="max_num_reqs must be an integer >= 1"):
         TritonAttention(SHAPES[0], max_num_reqs=0, device=DEVICE)
     backend = TritonAttention(SHAPES[0], max_num_reqs=2, device=DEVICE)
@@ -476,7 +480,7 @@ def test_options_that_leave_no_room_are_refused() -> None:
         backend.updates([3], query_len=2)
 
 
-def test_graphs_of_a_context_bound_are_split_for_it_and_equal_eager(
+def test_graphs_of_a_context_bound_are_split_for_that_bound_and_equal_eager(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if not ON_GPU:  # enough of them for a second span

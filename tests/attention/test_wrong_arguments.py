@@ -14,7 +14,7 @@ SHAPE = GroupedShape(num_heads=8, num_kv_heads=2, head_dim=32, page_size=16)
 
 @pytest.mark.parametrize("value", [np.array([1, 2]), torch.zeros(2), "x", 0, None], ids=str)
 @pytest.mark.parametrize("name", ["max_num_reqs", "max_query_len", "max_context", "splits"])
-def test_bounds_and_ways_to_split_are_looked_at_first(name, value):
+def test_wrong_bounds_and_split_policies_are_refused_by_triton_attention(name, value):
     if name == "max_context" and value is None:
         return
     with pytest.raises(InvalidOptionError, match=r"how the keys are split|must be"):

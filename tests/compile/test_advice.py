@@ -103,7 +103,9 @@ def serve(model: nn.Module, twin: nn.Module, pieces: bool) -> None:
         ),
     ],
 )
-def test_a_cache_that_puts_others_in_the_place_of_its_tensors(name, refused, assigned, pieces):
+def test_a_cache_that_replaces_its_tensors_is_refused_with_advice_that_works(
+    name, refused, assigned, pieces
+):
     with pytest.raises(ReassignedStateError, match="StaticLayer") as caught:
         serve(Step(name, refused), Step(name, refused), pieces)
     assert assigned in caught.value.names
@@ -111,7 +113,7 @@ def test_a_cache_that_puts_others_in_the_place_of_its_tensors(name, refused, ass
 
 
 @pytest.mark.parametrize("pieces", [False, True])
-def test_a_model_that_counts_by_its_cache(pieces):
+def test_a_model_that_counts_tokens_by_its_cache_is_refused_with_advice_that_works(pieces):
     with pytest.raises(TraceError) as caught:
         serve(Opt(given=False), Opt(given=False), pieces)
     said = str(caught.value)

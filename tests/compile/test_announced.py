@@ -120,7 +120,7 @@ WAYS_AND_MODES = list(zip(WAYS, cycle(["FULL", "PIECEWISE"])))
 @pytest.mark.parametrize(
     ("way", "mode"), [each for each in WAYS_AND_MODES if each[0] not in MODULES]
 )
-def test_a_part_that_nobody_announced_is_refused_however_it_is_reached(module, way, mode):
+def test_capture_refuses_a_compiled_module_not_named_to_the_runner(module, way, mode):
     compiled = compile_module(module, ["x"])
     with runner(WAYS[way](module), mode=mode) as run:
         with pytest.raises(CaptureError, match=r"compiled=\["):
@@ -134,21 +134,21 @@ def test_a_part_that_nobody_announced_is_refused_however_it_is_reached(module, w
 
 
 @pytest.mark.parametrize("way", MODULES)
-def test_modules_announce_what_is_compiled_in_them(module, way):
+def test_a_module_announces_the_compiled_modules_inside(module, way):
     compiled = compile_module(module, ["x"])
     with runner(WAYS[way](module)) as run:
         assert list(run.plan.compiled) == [compiled]
         run.capture()
 
 
-def test_a_part_is_announced_by_itself_or_by_its_module(module):
+def test_a_compiled_module_is_announced_directly_or_by_its_parent_module(module):
     compiled = compile_module(module, ["x"])
     for announced in (compiled, module, Larger(module)):
         planned = Plan(sizes=[4], compiled=[announced, compiled], platform="cpu")
         assert list(planned.compiled) == [compiled]
 
 
-def test_a_saved_plan_is_told_its_compiled_modules(module, tmp_path):
+def test_a_loaded_plan_must_be_given_its_compiled_modules(module, tmp_path):
     pool = GraphPool("cpu")
     compiled = compile_module(module, ["x"], pool=pool)
     planned = Plan("PIECEWISE", sizes=[4], compiled=[compiled], platform="cpu")
@@ -165,7 +165,7 @@ def test_a_saved_plan_is_told_its_compiled_modules(module, tmp_path):
 
 
 @pytest.mark.parametrize(("way", "mode"), WAYS_AND_MODES)
-def test_recapture_takes_weights_that_were_replaced(module, way, mode):
+def test_recapture_uses_replaced_weights_of_compiled_modules(module, way, mode):
     compiled = compile_module(module, ["x"])
     with runner(WAYS[way](module), mode=mode, compiled=[compiled]) as run:
         run.capture()
@@ -185,7 +185,7 @@ def test_recapture_takes_weights_that_were_replaced(module, way, mode):
         assert torch.equal(run(DECODE, x=x), copy.deepcopy(module)(x))
 
 
-def test_objects_that_only_look_like_parts_are_none():
+def test_an_object_that_is_no_compiled_module_is_refused():
     class Answering:
         def __getattr__(self, name: str) -> Any:
             raise RuntimeError("asked for an attribute")
@@ -194,7 +194,7 @@ def test_objects_that_only_look_like_parts_are_none():
         runner(lambda x: x, compiled=[Answering()])
 
 
-def test_an_argument_that_moves_is_an_error_and_not_an_old_value(module):
+def test_a_moved_argument_of_a_compiled_module_raises_instead_of_replaying_stale(module):
     pool = GraphPool("cpu")
     compile_module(module, ["x"], pool=pool)
     with runner(lambda x: module(torch.relu(x)), pool, compiled=[module]) as run:
@@ -213,7 +213,7 @@ def steps_until_it_moves(run: GraphRunner, module: nn.Module) -> None:
             torch.testing.assert_close(output, copy.deepcopy(module)(torch.relu(x)))
 
 
-def test_without_a_pool_a_larger_forward_is_captured_around_the_module(module):
+def test_a_compiled_module_without_a_pool_is_captured_as_part_of_the_forward(module):
     compile_module(module, ["x"])
     with runner(lambda x: module(torch.relu(x)), compiled=[module]) as run:
         run.capture()
@@ -221,7 +221,7 @@ def test_without_a_pool_a_larger_forward_is_captured_around_the_module(module):
             run.verify(batch, x=torch.randn(batch.num_tokens, 4))
 
 
-def test_parts_may_follow_each_other(module):
+def test_two_compiled_modules_in_sequence_are_captured(module):
     pool = GraphPool("cpu")
     parts = [module, copy.deepcopy(module)]
     for part in parts:
@@ -232,7 +232,7 @@ def test_parts_may_follow_each_other(module):
             run.verify(batch, x=torch.randn(4, 4))
 
 
-def test_a_runner_takes_the_pool_of_its_parts(module):
+def test_a_runner_uses_the_pool_of_its_compiled_modules(module):
     pool = GraphPool("cpu")
     compile_module(module, ["x"], pool=pool)
     with runner(module) as run:
@@ -241,7 +241,7 @@ def test_a_runner_takes_the_pool_of_its_parts(module):
         runner(module, GraphPool("cpu"))
 
 
-def test_outputs_of_pieces_are_cloned_as_the_runner_says(module):
+def test_outputs_of_compiled_pieces_are_cloned_if_the_runner_clones(module):
     pool = GraphPool("cpu")
     compile_module(module, ["x"], pool=pool)
     with runner(module, pool, mode="PIECEWISE", options=GraphOptions(outputs="clone")) as run:
@@ -252,7 +252,7 @@ def test_outputs_of_pieces_are_cloned_as_the_runner_says(module):
         assert torch.equal(first, kept)
 
 
-def test_pieces_are_captured_with_the_options_of_the_runner(module):
+def test_compiled_pieces_are_captured_with_the_options_of_the_runner(module):
     pool = GraphPool("cpu")
     compiled = compile_module(module, ["x"], pool=pool)
     graph_options = GraphOptions(check="always", strict=True)
@@ -262,7 +262,7 @@ def test_pieces_are_captured_with_the_options_of_the_runner(module):
         assert all(each.options.strict for each in compiled.wrappers)
 
 
-def test_a_part_without_graphs_leaves_none_to_the_runner(module):
+def test_a_compiled_module_with_graphs_off_gives_a_runner_without_graphs(module):
     compile_module(module, ["x"], graphs=False)
     with runner(module) as run:
         assert run.mode is GraphMode.NONE
@@ -273,7 +273,7 @@ def test_a_part_without_graphs_leaves_none_to_the_runner(module):
         runner(module, options=GraphOptions(strict=True))
 
 
-def test_sizes_of_their_own_need_no_graphs(module):
+def test_compile_sizes_are_compiled_in_a_runner_without_graphs(module):
     compiled = compile_module(module, ["x"], options=CompileOptions(compile_sizes=(3,)))
     with runner(module, mode="NONE") as run:
         run.capture()
@@ -286,7 +286,7 @@ class Ragged(Parted):
         return super().forward(x) + starts.sum()
 
 
-def test_sizes_are_of_tokens_whatever_comes_first():
+def test_compile_sizes_count_tokens_though_requests_are_the_first_argument():
     compiled = compile_module(
         Ragged(),
         {"starts": {0: "reqs+1"}, "x": 0},
@@ -304,7 +304,7 @@ def test_sizes_are_of_tokens_whatever_comes_first():
     ],
     ids=["gone", "strides"],
 )
-def test_weights_that_cannot_be_taken_over_are_errors(module, change, text):
+def test_replaced_weights_that_cannot_be_rebound_raise(module, change, text):
     compiled = compile_module(module, ["x"])
     compiled.ensure_compiled(torch.zeros(4, 4))
     change(module)
@@ -312,7 +312,7 @@ def test_weights_that_cannot_be_taken_over_are_errors(module, change, text):
         compiled.rebind_weights()
 
 
-def test_weights_that_were_one_must_stay_one(module):
+def test_tied_weights_that_are_untied_raise_at_rebind(module):
     module.second.weight = module.first.weight
     compiled = compile_module(module, ["x"])
     compiled.ensure_compiled(torch.zeros(4, 4))
@@ -321,7 +321,7 @@ def test_weights_that_were_one_must_stay_one(module):
         compiled.rebind_weights()
 
 
-def test_a_function_takes_the_weights_of_its_modules(module):
+def test_a_compiled_function_uses_replaced_weights_of_its_modules(module):
     def forward(x: torch.Tensor) -> torch.Tensor:
         return module(x)
 
@@ -333,7 +333,7 @@ def test_a_function_takes_the_weights_of_its_modules(module):
         torch.testing.assert_close(compiled(x), module(x))
 
 
-def test_a_copy_is_compiled_anew(module):
+def test_a_copy_of_a_compiled_module_is_compiled_again(module):
     compiled = compile_module(module, ["x"], in_place=False)
     compiled.ensure_compiled(torch.zeros(4, 4))
     other = copy.deepcopy(compiled)
@@ -342,7 +342,7 @@ def test_a_copy_is_compiled_anew(module):
     assert torch.equal(other(x), compiled(x))
 
 
-def test_runners_close_although_a_weight_cannot_be_taken_over(module):
+def test_a_runner_closes_although_a_weight_cannot_be_rebound(module):
     compile_module(module, ["x"])
     run = runner(module)
     run.capture()
@@ -356,7 +356,7 @@ def test_runners_close_although_a_weight_cannot_be_taken_over(module):
 
 
 @pytest.mark.parametrize("replaced", ["weight", "module", "attribute"])
-def test_a_call_without_a_runner_takes_what_was_replaced(replaced):
+def test_a_call_without_a_runner_uses_replaced_weights(replaced):
     class Scaled(Parted):
         def __init__(self) -> None:
             super().__init__()
@@ -379,7 +379,7 @@ def test_a_call_without_a_runner_takes_what_was_replaced(replaced):
 
 
 @pytest.mark.parametrize(("way", "mode"), WAYS_AND_MODES)
-def test_a_direct_call_that_takes_new_weights_over_does_not_hide_that_they_moved(module, way, mode):
+def test_after_a_direct_call_with_new_weights_weights_changed_still_raises(module, way, mode):
     compiled = compile_module(module, ["x"])
     with runner(WAYS[way](module), mode=mode, compiled=[compiled]) as run:
         run.capture()
@@ -393,7 +393,7 @@ def test_a_direct_call_that_takes_new_weights_over_does_not_hide_that_they_moved
         run.verify(DECODE, x=x)
 
 
-def test_constants_of_compiled_code_are_no_weights(module):
+def test_constants_of_compiled_code_are_not_treated_as_weights(module):
     def forward(x: torch.Tensor) -> torch.Tensor:
         return module(x) * torch.tensor([1.0, 2.0, 3.0, 4.0])
 

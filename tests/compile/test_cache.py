@@ -38,7 +38,7 @@ def fill(root: Path, key: CacheKey, *names: str, content: bytes = b"code", **key
         entry.store(name, saving(content=content))
 
 
-def test_what_was_stored_is_loaded_by_the_next_process(root: Path):
+def test_a_stored_piece_is_loaded_by_a_later_entry_of_the_same_key(root: Path):
     entry = CacheEntry(key_of(), root)
     assert not entry.had_pieces and entry.load("piece_0") is None
     entry.store("piece_0", saving("fxgraph/ab/graph", "code.py"))
@@ -48,7 +48,7 @@ def test_what_was_stored_is_loaded_by_the_next_process(root: Path):
     assert later.had_pieces
 
 
-def test_it_is_written_for_the_compiler_as_it_was_saved(root: Path, tmp_path: Path):
+def test_an_unpacked_piece_has_the_files_that_were_saved(root: Path, tmp_path: Path):
     fill(root, key_of())
     archive = CacheEntry(key_of(), root).load("piece_0")
     assert archive is not None
@@ -56,7 +56,7 @@ def test_it_is_written_for_the_compiler_as_it_was_saved(root: Path, tmp_path: Pa
     assert (tmp_path / "written" / "code").read_bytes() == b"code"
 
 
-def test_another_key_misses(root: Path):
+def test_an_entry_of_a_different_key_is_a_miss(root: Path):
     fill(root, key_of(backend="inductor"))
     assert CacheEntry(key_of(backend="inductor"), root).had_pieces
     assert not CacheEntry(key_of(backend="eager"), root).had_pieces
@@ -73,7 +73,7 @@ def test_a_miss_is_explained_by_the_nearest_entry(root: Path):
     assert "no such rank" in explain_miss(root, key_of(b"2", backend="inductor", fast=True))
 
 
-def test_ranks_are_apart(root: Path):
+def test_each_rank_has_cache_entries_of_its_own(root: Path):
     fill(root, key_of(), content=b"rank 0")
     assert CacheEntry(key_of(), root, rank=1).load("piece_0") is None
     fill(root, key_of(), content=b"rank 1", rank=1)
@@ -81,7 +81,7 @@ def test_ranks_are_apart(root: Path):
     assert files_of(CacheEntry(key_of(), root, rank=1), "piece_0") == {"code": b"rank 1"}
 
 
-def test_what_a_piece_raises_while_it_is_saved_is_raised_and_leaves_nothing(root: Path):
+def test_an_error_while_saving_a_piece_is_raised_and_leaves_no_files(root: Path):
     def cannot(path: Path) -> None:
         (path / "code").write_bytes(b"half")
         raise RuntimeError("this artifact cannot be saved")
@@ -94,7 +94,7 @@ def test_what_a_piece_raises_while_it_is_saved_is_raised_and_leaves_nothing(root
     assert [each.name for each in entry.directory.iterdir()] == ["piece_0.piece"]
 
 
-def test_an_entry_can_be_added_to(root: Path):
+def test_pieces_can_be_added_to_an_existing_entry(root: Path):
     fill(root, key_of())
     fill(root, key_of(), "piece_0_8", content=b"b")
     later = CacheEntry(key_of(), root)
@@ -102,7 +102,7 @@ def test_an_entry_can_be_added_to(root: Path):
     assert files_of(later, "piece_0_8") == {"code": b"b"}
 
 
-def test_what_loaded_but_does_not_run_is_replaced(root: Path):
+def test_a_rejected_piece_is_replaced_by_the_next_store(root: Path):
     fill(root, key_of(), "piece_0", "piece_1")
     entry = CacheEntry(key_of(), root)
     entry.load("piece_0")
@@ -114,7 +114,7 @@ def test_what_loaded_but_does_not_run_is_replaced(root: Path):
     assert files_of(later, "piece_1") == {"code": b"code"}
 
 
-def test_texts_are_for_reading(root: Path):
+def test_an_edited_text_in_the_cache_does_not_damage_the_entry(root: Path):
     entry = CacheEntry(key_of(), root)
     entry.write_text("computation_graph.py", "graph = 1\n")
     text = entry.directory / "computation_graph.py"
@@ -127,7 +127,7 @@ def test_texts_are_for_reading(root: Path):
     assert text.read_text() == "graph = 2\n"
 
 
-def test_unpacked_pieces_are_for_reading_too(root: Path):
+def test_an_edited_unpacked_piece_does_not_change_what_is_loaded(root: Path):
     fill(root, key_of(), save_format="unpacked")
     fill(root, key_of(), save_format="unpacked", content=b"new")
     entry = CacheEntry(key_of(), root)
@@ -137,14 +137,14 @@ def test_unpacked_pieces_are_for_reading_too(root: Path):
     assert files_of(entry, "piece_0") == {"code": b"new"}
 
 
-def test_a_copied_directory_hits(root: Path, tmp_path: Path):
+def test_a_copied_cache_directory_is_a_hit(root: Path, tmp_path: Path):
     fill(root, key_of())
     shutil.copytree(root, tmp_path / "elsewhere" / "copy")
     shutil.rmtree(root)
     assert CacheEntry(key_of(), tmp_path / "elsewhere/copy").load("piece_0") is not None
 
 
-def test_nothing_on_disk_names_the_directory(root: Path):
+def test_no_file_in_the_cache_contains_its_directory_path(root: Path):
     fill(root, key_of())
     for path in root.rglob("*"):
         assert path.is_dir() or str(root).encode() not in path.read_bytes()
@@ -153,7 +153,9 @@ def test_nothing_on_disk_names_the_directory(root: Path):
 # Settings --------------------------------------------------------------------------------------
 
 
-def test_the_directory_comes_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_cache_directory_comes_from_the_environment_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.delenv("GRAPHRT_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert default_directory() == tmp_path / "graphrt" / "compile"
@@ -181,7 +183,9 @@ def test_the_cache_can_be_switched_off(root: Path, monkeypatch: pytest.MonkeyPat
         CacheEntry(key_of(), root)
 
 
-def test_the_save_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_save_format_comes_from_option_environment_or_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.delenv("GRAPHRT_COMPILE_CACHE_SAVE_FORMAT", raising=False)
     assert CacheEntry(key_of(), tmp_path).save_format == "binary"
     monkeypatch.setenv("GRAPHRT_COMPILE_CACHE_SAVE_FORMAT", "unpacked")
@@ -194,21 +198,21 @@ def test_the_save_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 # Permissions and disks -------------------------------------------------------------------------
 
 
-def test_only_the_user_may_enter(root: Path):
+def test_cache_directories_are_accessible_to_their_user_only(root: Path):
     fill(root, key_of(), save_format="unpacked")
     for path in (root, *root.rglob("*")):
         if path.is_dir():
             assert stat.S_IMODE(path.stat().st_mode) == 0o700, path
 
 
-def test_a_private_directory_is_not_told(root: Path):
+def test_loading_from_a_private_directory_gives_no_warning(root: Path):
     fill(root, key_of())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         CacheEntry(key_of(), root).load("piece_0")
 
 
-def test_a_directory_that_cannot_be_written_is_a_warning(tmp_path: Path):
+def test_a_cache_directory_that_cannot_be_written_gives_a_warning(tmp_path: Path):
     (tmp_path / "file").write_text("in the way")
     entry = CacheEntry(key_of(), tmp_path / "file" / "cache")
     with pytest.warns(CompileCacheWarning, match="cannot be written"):
@@ -229,7 +233,7 @@ def test_a_full_disk_leaves_no_half_piece(root: Path):
     assert [each.name for each in entry.directory.iterdir()] == ["piece_0.piece"]
 
 
-def test_a_directory_removed_meanwhile_is_a_warning(root: Path):
+def test_a_cache_directory_removed_during_use_gives_a_warning(root: Path):
     entry = CacheEntry(key_of(), root)
     entry.store("piece_0", saving())
     shutil.rmtree(root)
@@ -239,7 +243,7 @@ def test_a_directory_removed_meanwhile_is_a_warning(root: Path):
     assert CacheEntry(key_of(), root).had_pieces
 
 
-def test_old_leftovers_are_swept_and_young_ones_are_not(root: Path):
+def test_old_temporary_files_are_removed_and_recent_files_kept(root: Path):
     fill(root, key_of())
     rank = CacheEntry(key_of(), root).directory
     old, young = rank / ".tmp-killed", rank / ".tmp-compiling"
@@ -262,7 +266,7 @@ def own_logger():
     logger.handlers[:], logger.level, logger.propagate = saved
 
 
-def test_debug_shows_stores_and_loads(
+def test_the_debug_log_has_stores_and_loads(
     root: Path, own_logger: logging.Logger, caplog: pytest.LogCaptureFixture
 ):
     with caplog.at_level(logging.DEBUG, logger="graphrt"):
@@ -273,7 +277,7 @@ def test_debug_shows_stores_and_loads(
     assert "stored piece_0 (" in told and "loaded piece_0 (" in told
 
 
-def test_the_log_is_set_up_only_if_asked_for(
+def test_logging_is_set_up_only_if_the_environment_variable_is_set(
     own_logger: logging.Logger, monkeypatch: pytest.MonkeyPatch
 ):
     before = own_logger.handlers[:]

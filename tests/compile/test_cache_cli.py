@@ -48,7 +48,7 @@ def name_of(source: bytes) -> str:
     return key_of(source).digest[:16]
 
 
-def test_ls(directory: Path):
+def test_ls_lists_each_key_with_backend_version_and_size(directory: Path):
     text = run("ls")
     (line,) = [each for each in text.splitlines() if name_of(b"one") in each]
     for part in ("inductor", "2.13.0", "cpu", "0 1", "KiB"):
@@ -57,7 +57,7 @@ def test_ls(directory: Path):
     assert f"2 keys, {text.rpartition('keys, ')[2]}" in text and str(directory) in text
 
 
-def test_ls_as_json(directory: Path):
+def test_ls_as_json_has_pieces_ranks_and_ages(directory: Path):
     data = {each["key"]: each for each in json.loads(run("ls", "--json"))}
     one = data[name_of(b"one")]
     assert (one["pieces"], one["ranks"]) == (2, ["0", "1"])
@@ -66,12 +66,12 @@ def test_ls_as_json(directory: Path):
     assert data[name_of(b"two")]["pieces"] == 0
 
 
-def test_ls_of_nothing(tmp_path: Path):
+def test_ls_of_a_missing_or_empty_directory_lists_zero_keys(tmp_path: Path):
     assert "0 keys" in run("ls", "--directory", str(tmp_path / "missing"))
     assert json.loads(run("ls", "--json", "--directory", str(tmp_path))) == []
 
 
-def test_show(directory: Path):
+def test_show_prints_sources_settings_and_pieces_of_a_key(directory: Path):
     text = run("show", name_of(b"one")[:6])
     for part in ("net.model", '["demo::attention"]', "piece_0", "Rank 1"):
         assert part in text
@@ -81,7 +81,7 @@ def test_show(directory: Path):
     assert sorted(data["ranks"][0]["pieces"]) == ["piece_0", "piece_1"]
 
 
-def test_show_checks_every_file(directory: Path):
+def test_show_reports_a_piece_with_a_wrong_checksum(directory: Path):
     path = directory / name_of(b"one") / "rank_0" / "piece_0.piece"
     path.write_bytes(path.read_bytes()[:-1] + b"y")
     data = json.loads(run("show", name_of(b"one"), "--json"))
@@ -90,19 +90,19 @@ def test_show_checks_every_file(directory: Path):
     assert "checksum" in run("show", name_of(b"one"))
 
 
-def test_a_key_that_cannot_be_read_is_listed(directory: Path):
+def test_a_key_whose_file_cannot_be_read_is_still_listed(directory: Path):
     (directory / name_of(b"one") / "key.json").write_text("{}")
     assert name_of(b"one") in run("ls")
     assert "cannot be read" in run("show", name_of(b"one"))
 
 
 @pytest.mark.parametrize("prefix", ["", "xyz"])
-def test_an_unknown_key(directory: Path, prefix: str):
+def test_show_of_an_unknown_key_is_an_error(directory: Path, prefix: str):
     with pytest.raises(InvalidOptionError, match="no such key"):
         run("show", prefix)
 
 
-def test_rm_asks(directory: Path):
+def test_rm_asks_for_confirmation_before_removing_a_key(directory: Path):
     run("rm", name_of(b"one"), stdin="n\n", code=1)
     assert (directory / name_of(b"one")).exists()
     assert "1 removed" in run("rm", name_of(b"one"), stdin="y\n")
@@ -110,7 +110,7 @@ def test_rm_asks(directory: Path):
     assert (directory / name_of(b"two")).exists()
 
 
-def test_rm_of_all_leaves_what_is_not_ours(directory: Path):
+def test_rm_all_leaves_directories_that_are_no_cache_keys(directory: Path):
     (directory / ".tmp-left-by-a-killed-rm").mkdir()
     assert "2 removed" in run("rm", "--all", "--yes")
     assert [each.name for each in directory.iterdir()] == ["not-ours"]
@@ -118,12 +118,14 @@ def test_rm_of_all_leaves_what_is_not_ours(directory: Path):
 
 
 @pytest.mark.parametrize("arguments", [[], ["abc", "--all"]])
-def test_rm_needs_to_know_what(directory: Path, arguments: list[str]):
+def test_rm_without_a_key_or_with_both_key_and_all_is_an_error(
+    directory: Path, arguments: list[str]
+):
     with pytest.raises(InvalidOptionError, match="which keys"):
         run("rm", *arguments)
 
 
-def test_sizes_and_ages_for_people():
+def test_sizes_and_ages_are_printed_in_readable_units():
     assert [size_text(each) for each in (0, 1023, 12345, 5 << 20, 3 << 30)] == [
         "0 B",
         "1023 B",

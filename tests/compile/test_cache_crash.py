@@ -117,7 +117,7 @@ def killed_at(number: int, torn: bool, work: Callable[[Path], None], directory: 
         pytest.param(remove_all, True, False, id="remove_all"),
     ],
 )
-def test_killed_at_any_point(
+def test_a_writer_killed_at_any_point_leaves_a_usable_cache(
     tmp_path: Path, work: Callable[[Path], None], filled: bool, torn: bool
 ):
     for number in range(1, 1000):
@@ -165,7 +165,7 @@ def read(directory: Path, stop: object, results: object) -> None:
     results.put((reads, bad))
 
 
-def test_writers_that_race_and_readers_see_whole_pieces(tmp_path: Path):
+def test_racing_writers_and_readers_see_only_whole_pieces(tmp_path: Path):
     context = multiprocessing.get_context("fork")
     writers, rounds = 4, 25
     barrier, results = context.Barrier(writers), context.Queue()
@@ -195,7 +195,7 @@ def file_of(directory: Path) -> Path:
     return path
 
 
-def test_a_flipped_bit_is_a_warning_and_a_miss(tmp_path: Path):
+def test_a_piece_with_a_flipped_bit_is_a_warning_and_a_miss(tmp_path: Path):
     write(tmp_path)
     path = file_of(tmp_path)
     good = path.read_bytes()
@@ -212,7 +212,7 @@ def test_a_flipped_bit_is_a_warning_and_a_miss(tmp_path: Path):
 
 
 @pytest.mark.parametrize("damage", ["empty", "cut", "longer", "gone", "a link", "text"])
-def test_damage_is_repaired_by_the_next_store(tmp_path: Path, damage: str):
+def test_a_damaged_piece_is_repaired_by_the_next_store(tmp_path: Path, damage: str):
     write(tmp_path)
     path = file_of(tmp_path)
     good = path.read_bytes()
@@ -232,7 +232,7 @@ def test_damage_is_repaired_by_the_next_store(tmp_path: Path, damage: str):
         assert content(CacheEntry(key_of(), tmp_path)) == PIECES
 
 
-def test_an_entry_of_another_key_is_foreign(tmp_path: Path):
+def test_an_entry_copied_from_another_key_is_rejected(tmp_path: Path):
     write(tmp_path)
     other = cache_key({}, {"model": b"model"}, versions={"torch": "2.14.0"}, compiler={})
     shutil.copytree(tmp_path / key_of().digest[:16], tmp_path / other.digest[:16])
@@ -243,7 +243,7 @@ def test_an_entry_of_another_key_is_foreign(tmp_path: Path):
     assert files_of(CacheEntry(other, tmp_path), "piece_0") == {"code": b"of torch 2.14"}
 
 
-def test_a_piece_of_another_name_is_foreign(tmp_path: Path):
+def test_a_piece_copied_under_another_name_is_rejected(tmp_path: Path):
     write(tmp_path)
     path = file_of(tmp_path)
     shutil.copyfile(path, path.with_name("piece_1.piece"))

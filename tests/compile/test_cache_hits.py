@@ -99,7 +99,7 @@ TAIL = "\n# An edit.\nLATER = 1\n"
     ],
     ids=["nothing", "untraced", "capture sizes", "traced", "torch", "shapes", "autotune"],
 )
-def test_what_hits_and_what_misses(
+def test_only_changes_that_affect_code_miss_the_compile_cache(
     start: Start,
     kept: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -113,7 +113,9 @@ def test_what_hits_and_what_misses(
     assert start(**given) == LOADED
 
 
-def test_without_the_cache_everything_is_compiled(start: Start, monkeypatch: pytest.MonkeyPatch):
+def test_with_the_cache_disabled_every_start_compiles(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("GRAPHRT_DISABLE_COMPILE_CACHE", "1")
     assert start() == COMPILED
     assert start() == COMPILED

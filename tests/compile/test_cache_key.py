@@ -70,7 +70,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return directory
 
 
-def test_an_edit_in_a_traced_file_is_another_key(tree: Path):
+def test_an_edited_traced_file_changes_the_key(tree: Path):
     before = traced(tree)
     write(tree, helper=HELPER.replace("2", "3"))
     after = traced(tree)
@@ -78,25 +78,25 @@ def test_an_edit_in_a_traced_file_is_another_key(tree: Path):
     assert after.differences(before) == ["sources.net.helper: edited"]
 
 
-def test_an_edit_in_an_untraced_file_is_not(tree: Path):
+def test_an_edited_untraced_file_leaves_the_key(tree: Path):
     before = traced(tree)
     write(tree, untraced=UNTRACED.replace("1", "2"))
     assert traced(tree) == before
 
 
-def test_the_same_sources_in_another_place_are_the_same_key(tree: Path, tmp_path: Path):
+def test_equal_sources_in_another_directory_have_an_equal_key(tree: Path, tmp_path: Path):
     write(tmp_path / "other" / "machine", model=MODEL, helper=HELPER)
     assert traced(tmp_path / "other" / "machine") == traced(tree)
 
 
-def test_a_file_edited_after_it_was_imported_does_not_vouch_for_the_old_code(tree: Path):
+def test_code_imported_before_an_edit_has_another_digest_than_the_edited_file(tree: Path):
     old = load(tree, "helper").scale
     write(tree, helper=HELPER.replace("2", "3"))
     stale, fresh = sources_of(old), sources_of(load(tree, "helper").scale)
     assert stale.digests() != fresh.digests()
 
 
-def test_what_dynamo_traced_can_be_taken_as_it_is(tree: Path):
+def test_sources_are_taken_from_the_code_traced_by_dynamo(tree: Path):
     from torch._guards import TracingContext
 
     sources = TracedSources()
@@ -111,12 +111,12 @@ def test_what_dynamo_traced_can_be_taken_as_it_is(tree: Path):
     assert set(sources.digests()) == {"net.model", "net.helper"}
 
 
-def test_torch_and_python_are_left_out():
+def test_sources_of_torch_and_the_standard_library_are_left_out():
     sources = sources_of(torch.nn.Linear.forward, Path.exists, json.dumps, pytest.importorskip)
     assert list(sources.digests()) == ["_pytest.outcomes"]
 
 
-def test_code_without_a_file_counts_by_its_bytecode():
+def test_code_without_a_file_enters_the_key_by_its_bytecode():
     def made(text: str) -> dict[str, str]:
         space: dict[str, object] = {}
         exec(compile(text, f"<eval_with_key>.{len(text)}", "exec"), space)
@@ -128,7 +128,7 @@ def test_code_without_a_file_counts_by_its_bytecode():
     assert made("def f(x): return x + 1") == one
 
 
-def test_scripts_of_the_same_name_both_count(tmp_path: Path):
+def test_two_scripts_of_the_same_name_both_enter_the_key(tmp_path: Path):
     functions = {}
     for name in "ab":
         write(tmp_path / name, model=f"def f(x): return x + {ord(name)}")
@@ -139,7 +139,7 @@ def test_scripts_of_the_same_name_both_count(tmp_path: Path):
     assert sources_of(functions["a"], functions["b"]).digests() == both.digests()
 
 
-def test_a_source_that_is_gone_is_told(tree: Path):
+def test_a_deleted_source_file_is_listed_as_unreadable(tree: Path):
     function = load(tree, "helper").scale
     (tree / "net" / "helper.py").unlink()
     sources = TracedSources()
@@ -147,7 +147,7 @@ def test_a_source_that_is_gone_is_told(tree: Path):
     assert [Path(each).name for each in sources.unreadable] == ["helper.py"]
 
 
-def test_module_names(tree: Path):
+def test_module_names_follow_from_file_paths(tree: Path):
     assert module_name(str(tree / "net" / "model.py")) == "net.model"
     assert module_name(str(tree / "net" / "__init__.py")) == "net"
     (tree / "net" / "layers").mkdir()
@@ -194,7 +194,7 @@ def settings_key(**options: object) -> CacheKey:
         {"cache_dir": "/elsewhere"},
     ],
 )
-def test_what_does_not_change_code_is_not_in_the_key(options: dict[str, object]):
+def test_options_that_do_not_change_code_leave_the_key(options: dict[str, object]):
     assert settings_key(**options) == settings_key()
 
 
@@ -208,11 +208,11 @@ def test_what_does_not_change_code_is_not_in_the_key(options: dict[str, object])
         {"use_inductor_graph_partition": True},
     ],
 )
-def test_what_changes_code_is(options: dict[str, object]):
+def test_options_that_change_code_change_the_key(options: dict[str, object]):
     assert settings_key(**options).digest != settings_key().digest
 
 
-def test_the_settings_of_one_module_count_alike():
+def test_code_settings_have_only_options_that_change_code():
     settings = code_settings(CompileOptions(backend="inductor", cache_dir="/elsewhere"))
     assert settings == {
         "autotune": True,
@@ -224,7 +224,7 @@ def test_the_settings_of_one_module_count_alike():
 
 
 @pytest.mark.parametrize("name", sorted(runtime_versions()))
-def test_every_version_counts(name: str):
+def test_every_runtime_version_changes_the_key(name: str):
     versions = runtime_versions()
     key = cache_key({}, {}, versions=versions, compiler={})
     other = cache_key({}, {}, versions={**versions, name: "another"}, compiler={})
@@ -232,7 +232,7 @@ def test_every_version_counts(name: str):
     assert key.digest != other.digest
 
 
-def test_versions_say_what_made_the_code():
+def test_runtime_versions_name_the_software_that_made_the_code():
     versions = runtime_versions("cpu")
     assert versions["torch"] == torch.__version__ and versions["device"] == "cpu"
     assert {"graphrt", "python", "machine", "cpu"} <= versions.keys()
@@ -251,7 +251,7 @@ class Driver:
     ("driver", "version"),
     [(Driver(13000), "13.0"), (Driver(12080), "12.8"), (Driver(0, status=3), None), (None, None)],
 )
-def test_the_version_of_the_driver_counts_on_a_gpu(monkeypatch, driver, version):
+def test_the_cuda_driver_version_is_in_the_key_on_a_gpu_only(monkeypatch, driver, version):
     def load(name: str) -> Driver:
         if driver is None:
             raise OSError(f"{name}: cannot open shared object file")
@@ -266,7 +266,7 @@ def test_the_version_of_the_driver_counts_on_a_gpu(monkeypatch, driver, version)
     assert "driver" not in runtime_versions("cpu")
 
 
-def test_a_setting_of_the_compiler_counts():
+def test_a_changed_inductor_setting_changes_the_key():
     from torch._inductor import config
 
     before = cache_key({}, {}, versions={})
@@ -278,7 +278,7 @@ def test_a_setting_of_the_compiler_counts():
     assert cache_key({}, {}, versions={}) == before
 
 
-def test_a_custom_pass_counts():
+def test_a_custom_inductor_pass_enters_the_key_by_its_uuid():
     from torch._inductor import config
 
     class Named:
@@ -300,18 +300,18 @@ def test_a_custom_pass_counts():
     assert "inductor.post_grad_custom_post_pass" not in compiler_settings()
 
 
-def test_a_key_survives_json():
+def test_a_key_is_equal_after_json_round_trip():
     key = cache_key({"sizes": (1, 2), "fast": None}, {"m": b"x"}, versions={}, compiler={"a": 1.5})
     assert CacheKey.from_groups(json.loads(key.to_json())) == key
 
 
 @pytest.mark.parametrize("value", [object(), {1, 2}, Path("/x"), float("nan"), torch.float16])
-def test_a_setting_that_cannot_be_compared_is_refused(value: object):
+def test_a_setting_that_is_not_plain_json_data_is_refused(value: object):
     with pytest.raises(InvalidOptionError, match="settings of a cache key"):
         cache_key({"odd": value}, {}, versions={}, compiler={})
 
 
-def test_nothing_but_json_types_of_the_compiler():
+def test_compiler_settings_in_the_key_are_json_types():
     assert json.loads(json.dumps(compiler_settings())) == compiler_settings()
 
 
@@ -322,7 +322,7 @@ def scaled(x: torch.Tensor) -> torch.Tensor:
     return x * FACTOR.get()
 
 
-def test_a_context_variable_counts_by_what_it_has_now():
+def test_a_context_variable_enters_the_key_by_its_current_value():
     def described(factor: float) -> str:
         FACTOR.set(factor)
         return Values(TracedSources()).of(scaled)

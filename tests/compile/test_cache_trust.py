@@ -71,13 +71,13 @@ def loaded(root: Path) -> tuple[set[str], str]:
     return pieces, "\n".join(str(each.message) for each in told)
 
 
-def test_what_is_ours_alone_is_used(root: Path):
+def test_a_cache_writable_by_its_owner_alone_is_used(root: Path):
     assert loaded(root) == (BOTH, "")
 
 
 @pytest.mark.parametrize("where", [*WHOLE, "file"])
 @pytest.mark.parametrize("bits", [stat.S_IWGRP, stat.S_IWOTH])
-def test_what_others_may_write_is_refused_by_name(root: Path, where: str, bits: int):
+def test_a_cache_path_writable_by_other_users_is_refused_by_name(root: Path, where: str, bits: int):
     path = places(root)[where]
     path.chmod(stat.S_IMODE(path.stat().st_mode) | bits)
     pieces, told = loaded(root)
@@ -87,7 +87,7 @@ def test_what_others_may_write_is_refused_by_name(root: Path, where: str, bits: 
 
 @pytest.mark.parametrize("where", [*WHOLE, "file"])
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
-def test_what_is_another_users_is_refused_by_name(root: Path, where: str):
+def test_a_cache_path_owned_by_another_user_is_refused_by_name(root: Path, where: str):
     path = places(root)[where]
     os.chown(path, 12345, -1)
     pieces, told = loaded(root)
@@ -95,7 +95,9 @@ def test_what_is_another_users_is_refused_by_name(root: Path, where: str):
     assert path.name in told and "belongs to user 12345" in told
 
 
-def test_owners_count_and_not_what_this_process_may_do(root: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_cache_owned_by_another_user_is_refused_though_readable(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+):
     """Another user's process: may it read ten times everything, it is not its own."""
     monkeypatch.setattr(os, "geteuid", lambda: 4242)
     pieces, told = loaded(root)
@@ -106,7 +108,7 @@ def test_owners_count_and_not_what_this_process_may_do(root: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("where", WHOLE)
-def test_nothing_is_written_where_others_may(root: Path, where: str):
+def test_no_piece_is_written_into_a_path_writable_by_other_users(root: Path, where: str):
     path = places(root)[where]
     path.chmod(0o777)
     before = sorted(root.rglob("*"))
@@ -117,7 +119,7 @@ def test_nothing_is_written_where_others_may(root: Path, where: str):
     assert sorted(root.rglob("*")) == before
 
 
-def test_a_piece_that_is_refused_is_replaced_by_one_of_our_own(root: Path):
+def test_a_refused_piece_is_replaced_by_a_newly_compiled_piece(root: Path):
     places(root)["file"].chmod(0o666)
     entry = opened(root)
     with pytest.warns(CompileCacheWarning, match="may be written by others"):
@@ -126,7 +128,7 @@ def test_a_piece_that_is_refused_is_replaced_by_one_of_our_own(root: Path):
     assert loaded(root) == (BOTH, "")
 
 
-def test_a_directory_that_is_not_there_yet_is_judged_by_what_is_above_it(tmp_path: Path):
+def test_a_missing_cache_directory_is_checked_by_its_parent(tmp_path: Path):
     above = tmp_path / "above"
     above.mkdir()
     above.chmod(0o777)
@@ -136,7 +138,7 @@ def test_a_directory_that_is_not_there_yet_is_judged_by_what_is_above_it(tmp_pat
     assert not list(above.iterdir())
 
 
-def test_a_sticky_directory_above_is_fine_and_is_no_cache_itself(tmp_path: Path):
+def test_a_sticky_directory_is_accepted_as_parent_and_refused_as_cache(tmp_path: Path):
     """As the temporary directory of a system is: others make their own there, and leave ours."""
     shared = tmp_path / "shared"
     shared.mkdir()
@@ -151,7 +153,7 @@ def test_a_sticky_directory_above_is_fine_and_is_no_cache_itself(tmp_path: Path)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
-def test_what_another_user_made_first_in_a_sticky_directory_is_not_taken(tmp_path: Path):
+def test_a_cache_made_by_another_user_in_a_sticky_directory_is_refused(tmp_path: Path):
     shared = tmp_path / "shared"
     shared.mkdir()
     shared.chmod(0o1777)
@@ -164,7 +166,7 @@ def test_what_another_user_made_first_in_a_sticky_directory_is_not_taken(tmp_pat
 
 
 @pytest.mark.parametrize("where", ["key", "rank", "file"])
-def test_a_link_inside_of_the_cache_is_refused(root: Path, where: str, tmp_path: Path):
+def test_a_symbolic_link_inside_the_cache_is_refused(root: Path, where: str, tmp_path: Path):
     path = places(root)[where]
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
@@ -173,7 +175,9 @@ def test_a_link_inside_of_the_cache_is_refused(root: Path, where: str, tmp_path:
     assert f"{path.name} is a symbolic link" in told
 
 
-def test_a_link_to_the_cache_is_followed_and_what_it_leads_to_is_judged(root: Path, tmp_path: Path):
+def test_a_symbolic_link_to_the_cache_is_followed_and_its_target_checked(
+    root: Path, tmp_path: Path
+):
     link = tmp_path / "link"
     link.symlink_to(root.parent)
     assert loaded(link / "cache")[0] == BOTH
@@ -182,7 +186,7 @@ def test_a_link_to_the_cache_is_followed_and_what_it_leads_to_is_judged(root: Pa
     assert not pieces and "above may be written by others" in told
 
 
-def test_a_pipe_is_refused_and_not_waited_for(root: Path):
+def test_a_named_pipe_in_the_cache_is_refused_without_blocking(root: Path):
     path = places(root)["file"]
     path.unlink()
     os.mkfifo(path, 0o600)
@@ -213,7 +217,7 @@ def after_judging(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Any], None]
 
 
 @pytest.mark.parametrize("where", ["file", "rank", "key", "cache"])
-def test_what_is_put_in_its_place_after_it_was_judged_is_not_read(
+def test_a_path_swapped_after_its_check_is_not_read(
     root: Path, where: str, after_judging: Callable[[str, Any], None], tmp_path: Path
 ):
     path = places(root)[where]
@@ -233,7 +237,7 @@ def test_what_is_put_in_its_place_after_it_was_judged_is_not_read(
     assert any(b"evil" in each.read_bytes() for each in root.rglob("*") if each.is_file())
 
 
-def test_what_grows_after_it_was_judged_is_not_read_further(
+def test_a_file_that_grows_after_its_check_is_read_to_the_checked_size(
     root: Path, after_judging: Callable[[str, Any], None]
 ):
     path = places(root)["file"]
@@ -241,7 +245,7 @@ def test_what_grows_after_it_was_judged_is_not_read_further(
     assert files_of(opened(root), "piece_0") == {"code": b"code"}
 
 
-def test_what_is_used_is_a_copy_that_nobody_else_may_write(root: Path, tmp_path: Path):
+def test_pieces_are_unpacked_only_where_no_other_user_may_write(root: Path, tmp_path: Path):
     archive = opened(root).load("piece_1")
     assert archive is not None
     umask = os.umask(0)
@@ -259,7 +263,7 @@ def test_what_is_used_is_a_copy_that_nobody_else_may_write(root: Path, tmp_path:
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o002, 0o077])
-def test_what_we_write_is_ours_alone_whatever_the_umask(tmp_path: Path, umask: int):
+def test_written_cache_files_are_private_whatever_the_umask(tmp_path: Path, umask: int):
     before = os.umask(umask)
     try:
         entry = CacheEntry(key_of(), tmp_path / "cache", save_format="unpacked")
@@ -276,13 +280,13 @@ def test_what_we_write_is_ours_alone_whatever_the_umask(tmp_path: Path, umask: i
 # Sizes --------------------------------------------------------------------------------------
 
 
-def test_a_huge_file_is_refused_unread(root: Path):
+def test_a_huge_cache_file_is_refused_without_reading(root: Path):
     os.truncate(places(root)["file"], SPARSE_BYTES)
     pieces, told = loaded(root)
     assert pieces == {"piece_1"} and str(SPARSE_BYTES) in told
 
 
-def test_listing_reads_nothing_huge_and_nothing_of_others(root: Path):
+def test_listing_reads_no_huge_files_and_no_files_of_other_users(root: Path):
     os.truncate(places(root)["file"], SPARSE_BYTES)
     (key,) = stored_keys(root)
     assert list(key.damaged("0")) == ["piece_0"]
@@ -294,7 +298,7 @@ def test_listing_reads_nothing_huge_and_nothing_of_others(root: Path):
     assert key.key is None and key.pieces == 2
 
 
-def test_a_huge_text_in_the_way_is_written_over_unread(root: Path):
+def test_a_huge_text_file_is_overwritten_without_reading(root: Path):
     text = places(root)["rank"] / "computation_graph.py"
     text.touch()
     os.truncate(text, SPARSE_BYTES)
@@ -302,9 +306,7 @@ def test_a_huge_text_in_the_way_is_written_over_unread(root: Path):
     assert text.read_text() == "graph"
 
 
-def test_a_piece_that_could_not_be_loaded_is_not_stored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_piece_too_large_to_load_is_not_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(store, "MOST_PIECE_BYTES", 500)
     entry = opened(tmp_path)
     with pytest.raises(InvalidOptionError, match="too large for the compile cache"):
@@ -313,7 +315,7 @@ def test_a_piece_that_could_not_be_loaded_is_not_stored(
     assert loaded(tmp_path) == ({"piece_1"}, "")
 
 
-def test_a_file_beside_a_piece_is_no_part_of_it(root: Path):
+def test_an_extra_file_beside_a_piece_is_not_loaded_with_the_piece(root: Path):
     """A library that was put beside the others would be loaded with them."""
     (places(root)["rank"] / "extra.so").write_bytes(b"\x7fELF")
     assert files_of(opened(root), "piece_1") == {"ab/graph": b"code"}

@@ -59,7 +59,7 @@ def described(value: Any) -> tuple[str, list[str]]:
 
 
 @pytest.mark.parametrize("name", [each.name for each in fields(CompileOptions)])
-def test_every_option_is_in_the_key_or_says_why_not(name: str):
+def test_every_compile_option_is_in_the_key_or_listed_as_not_in_key(name: str):
     assert name in OTHER, "a new option: give it another value here"
     changed = code_settings(CompileOptions(**{name: OTHER[name]})) != code_settings(
         CompileOptions()
@@ -67,12 +67,12 @@ def test_every_option_is_in_the_key_or_says_why_not(name: str):
     assert changed == (name not in NOT_IN_KEY)
 
 
-def test_what_is_not_in_the_key_is_an_option_and_has_a_reason():
+def test_every_option_listed_as_not_in_key_exists_and_has_a_reason():
     assert NOT_IN_KEY.keys() <= {each.name for each in fields(CompileOptions)}
     assert all(NOT_IN_KEY.values())
 
 
-def test_every_part_of_the_list_is_in_the_key():
+def test_every_documented_part_of_the_key_is_in_the_key():
     graph = fx.symbolic_trace(lambda x: x + 1)
     compile_options = Compilation(CompileOptions(), [], graph, torch.device("cpu"))
     assert compile_options.key().groups.keys() == PARTS.keys()
@@ -91,7 +91,7 @@ def test_every_part_of_the_list_is_in_the_key():
         ("HOME", False),
     ],
 )
-def test_which_variables_count(name: str, counts: bool):
+def test_only_environment_variables_that_change_code_enter_the_key(name: str, counts: bool):
     assert (name in compiler_variables({name: "1"})) == counts
 
 
@@ -160,7 +160,7 @@ def kept(factor: float) -> Holder:
         lambda n: reads_an_attribute_by_text(Holder(n)),
     ],
 )
-def test_what_a_function_holds_counts(of: Any):
+def test_values_held_by_a_called_function_change_the_key(of: Any):
     (one, unknown), (same, _), (other, _) = described(of(2.0)), described(of(2.0)), described(of(3))
     assert one == same != other
     assert unknown == []
@@ -245,24 +245,24 @@ def test_finalizers_of_garbage_that_is_collected_meanwhile_do_not_count() -> Non
         lambda n: hands_on(type("Settings", (), {"factor": n})()),
     ],
 )
-def test_what_the_body_of_an_operator_is_given_and_hands_on_counts(of: Any):
+def test_values_used_in_the_body_of_an_operator_change_the_key(of: Any):
     one, same, other = key_of_operator(of(2.0)), key_of_operator(of(2.0)), key_of_operator(of(3.0))
     assert one == same and one[0] != other[0]
     assert one[1] == other[1] == []
 
 
-def test_types_of_constants_count():
+def test_constants_of_different_type_give_different_keys():
     assert len({described(closed_over(n))[0] for n in (1, 1.0, True, "1", None)}) == 5
     assert described(closed_over(0.0))[0] != described(closed_over(-0.0))[0]
 
 
-def test_what_refers_to_itself_ends():
+def test_a_list_that_contains_itself_has_a_finite_description():
     held: list[Any] = [1]
     held.append(held)
     assert described(closed_over(held)) == described(closed_over(held))
 
 
-def test_a_counter_is_no_constant():
+def test_a_global_counter_that_the_function_advances_leaves_the_key():
     space: dict[str, Any] = {"count": 0, "FACTOR": 2}
     exec("def f(x):\n    global count\n    count += 1\n    return x * FACTOR", space)
     before = described(space["f"])
@@ -272,7 +272,7 @@ def test_a_counter_is_no_constant():
     assert described(space["f"]) != before
 
 
-def test_state_of_what_only_runs_does_not_count():
+def test_state_of_a_function_that_is_only_run_leaves_the_key():
     steps: dict[str, int] = {}
     values = Values(TracedSources())
     before = values.runs(closed_over(steps))
@@ -280,7 +280,7 @@ def test_state_of_what_only_runs_does_not_count():
     assert Values(TracedSources()).runs(closed_over(steps)) == before
 
 
-def test_what_cannot_be_read_is_named():
+def test_a_tensor_too_large_to_read_is_named_as_unknown():
     assert described(closed_over(torch.empty(1 << 23)))[1]
     assert "content of a tensor" in described(closed_over(torch.empty(1 << 23)))[1][0]
 
@@ -311,7 +311,7 @@ def two_closures(x):
     return thrice(out)
 
 
-def test_pieces_with_closures_of_one_name_are_not_taken_for_the_same():
+def test_pieces_with_different_closures_of_the_same_name_are_distinct():
     compiled = compile_module(two_closures, ["x"])
     x = torch.randn(3, 4)
     assert torch.equal(compiled(x), two_closures(x))
@@ -319,7 +319,7 @@ def test_pieces_with_closures_of_one_name_are_not_taken_for_the_same():
 
 
 @pytest.mark.parametrize("asked", [False, True])
-def test_what_no_process_can_tell_again_is_not_kept(tmp_path: Any, asked: bool):
+def test_a_function_whose_source_file_is_gone_makes_the_key_unknown(tmp_path: Any, asked: bool):
     """Nor if somebody has asked for a line of it, as torch 2.11 does where a library is made."""
     gone = tmp_path / "gone.py"
     gone.write_text("def body(x):\n    return x * 2\n")
@@ -339,7 +339,7 @@ def test_what_no_process_can_tell_again_is_not_kept(tmp_path: Any, asked: bool):
     assert any("gone.py" in each for each in compile_options.unknown)
 
 
-def test_a_cell_of_a_notebook_is_readable_though_it_is_no_file(monkeypatch: pytest.MonkeyPatch):
+def test_the_source_of_a_notebook_cell_is_readable(monkeypatch: pytest.MonkeyPatch):
     name, source = "/nowhere/ipykernel_1/2.py", "def body(x):\n    return x * 2\n"
     monkeypatch.setitem(
         linecache.cache, name, (len(source), None, source.splitlines(keepends=True), name)
@@ -349,7 +349,7 @@ def test_a_cell_of_a_notebook_is_readable_though_it_is_no_file(monkeypatch: pyte
     assert not sources.unreadable
 
 
-def test_the_compilers_own_caches_are_held_apart_by_the_key():
+def test_caches_of_torch_are_kept_apart_by_the_key():
     before = torch.compiler.config.cache_key_tag
     with compiler_caches_apart("digest"):
         assert "digest" in torch.compiler.config.cache_key_tag
@@ -392,14 +392,14 @@ def kernels() -> Any:
     return triton_kernels
 
 
-def test_a_piece_that_launches_a_kernel_is_named_by_it_and_not_by_its_number(kernels: Any):
+def test_the_fingerprint_of_a_kernel_launch_is_that_of_kernel_and_constants(kernels: Any):
     first = fingerprint(launched(kernels.doubled, BLOCK=64))
     assert fingerprint(launched(kernels.doubled, BLOCK=64)) == first, "in a later process too"
     assert fingerprint(launched(kernels.doubled, BLOCK=128)) != first
     assert fingerprint(launched(kernels.tripled, BLOCK=64)) != first
 
 
-def test_a_kernels_numbers_are_no_part_of_its_arguments(kernels: Any):
+def test_a_triton_call_separates_kernel_and_constants_from_arguments(kernels: Any):
     node = next(n for n in launched(kernels.doubled, BLOCK=8).graph.nodes if n.kwargs)
     call = triton_call(node)
     assert call is not None and call[1] == (kernels.doubled, {"BLOCK": 8})
@@ -407,7 +407,7 @@ def test_a_kernels_numbers_are_no_part_of_its_arguments(kernels: Any):
 
 
 @pytest.mark.cuda
-def test_kernels_of_the_users_are_compiled_once_and_loaded(kernels: Any, tmp_path: Any):
+def test_user_kernels_are_compiled_once_and_then_loaded(kernels: Any, tmp_path: Any):
     options = CompileOptions(backend="inductor", cache_dir=str(tmp_path))
     x = torch.randn(8, 16, device="cuda")
     expected = kernels.forward(x)

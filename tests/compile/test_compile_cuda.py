@@ -23,7 +23,7 @@ def fresh_inductor_directory(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
-def test_full_and_piecewise_come_from_the_same_pieces_on_a_gpu(tmp_path, backend):
+def test_full_and_piecewise_graphs_share_the_same_compiled_pieces_on_a_gpu(tmp_path, backend):
     torch.manual_seed(0)
     model = Llama(layers=3).cuda()
     original = copy.deepcopy(model)
@@ -39,7 +39,7 @@ def test_full_and_piecewise_come_from_the_same_pieces_on_a_gpu(tmp_path, backend
         assert counters == before
 
 
-def test_a_thousand_batches_compile_and_capture_nothing_on_a_gpu(tmp_path):
+def test_a_thousand_batches_after_capture_cause_no_compilation_on_a_gpu(tmp_path):
     torch.manual_seed(0)
     model = Llama(layers=2).cuda()
     pool = GraphPool("cuda")
@@ -64,7 +64,7 @@ def partitioned(**more):
 
 
 @pytest.mark.parametrize("start", ["cold", "warm"])
-def test_inductors_own_partitions_are_captured(tmp_path, start):
+def test_partitions_made_by_inductor_are_captured_as_graphs(tmp_path, start):
     torch.manual_seed(0)
     model = Llama(layers=3).cuda()
     original = copy.deepcopy(model)
@@ -105,7 +105,7 @@ class Tripling(torch.nn.Module):
 
 
 @pytest.mark.parametrize("outputs", ["pool", "static", "clone"])
-def test_what_a_splitting_operator_returns_reaches_the_next_partition(tmp_path, outputs):
+def test_outputs_of_a_splitting_operator_reach_the_next_partition(tmp_path, outputs):
     torch.manual_seed(0)
     model = Tripling().cuda()
     pool = GraphPool("cuda")
@@ -131,7 +131,7 @@ def test_what_a_splitting_operator_returns_reaches_the_next_partition(tmp_path, 
                 torch.testing.assert_close(output, model(x), rtol=1e-4, atol=1e-4)
 
 
-def test_a_whole_graph_is_one_full_graph_on_a_gpu(tmp_path):
+def test_a_forward_without_splitting_operators_is_a_single_full_graph_on_a_gpu(tmp_path):
     torch.manual_seed(0)
     model = Llama(layers=2).cuda()
     pool = GraphPool("cuda")

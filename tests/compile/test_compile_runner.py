@@ -43,7 +43,7 @@ def model() -> Llama:
 
 
 @pytest.mark.parametrize("platform", ["cpu"])
-def test_full_and_piecewise_come_from_the_same_pieces(model, platform):
+def test_full_and_piecewise_graphs_share_the_same_compiled_pieces(model, platform):
     original = copy.deepcopy(model)
     pool = GraphPool(platform)
     compiled = compile_module(model, pool=pool)
@@ -56,7 +56,7 @@ def test_full_and_piecewise_come_from_the_same_pieces(model, platform):
     assert counters == before
 
 
-def test_a_thousand_batches_compile_and_capture_nothing(model):
+def test_a_thousand_batches_after_capture_cause_no_compilation_or_capture(model):
     pool = GraphPool("cpu")
     compiled = compile_module(model, pool=pool)
     with llama_runner(model, pool) as runner:
@@ -72,7 +72,7 @@ def test_a_thousand_batches_compile_and_capture_nothing(model):
         assert [dict(wrapper.entries) for wrapper in runner.graphs.owners()] == entries
 
 
-def test_graphs_of_compiled_pieces_come_one_by_one_and_only_the_first_call_compiles(model):
+def test_capture_next_captures_graph_by_graph_and_compiles_only_at_the_first_call(model):
     original = copy.deepcopy(model)
     pool = GraphPool("cpu")
     compiled = compile_module(model, pool=pool)
@@ -91,7 +91,7 @@ def test_graphs_of_compiled_pieces_come_one_by_one_and_only_the_first_call_compi
 
 
 @pytest.mark.parametrize("warmups", [0, 1])
-def test_capture_compiles_first_and_seals(model, warmups):
+def test_capture_compiles_the_module_and_seals_its_pieces(model, warmups):
     from graphrt import GraphOptions
 
     pool = GraphPool("cpu")
@@ -102,7 +102,7 @@ def test_capture_compiles_first_and_seals(model, warmups):
         assert compiled.compiled and all(wrapper.sealed for wrapper in compiled.wrappers)
 
 
-def test_a_sealed_runner_lets_nothing_compile(model):
+def test_a_sealed_runner_refuses_to_compile(model):
     pool = GraphPool("cpu")
     compile_module(model, pool=pool)
     with llama_runner(model, pool) as runner:
@@ -124,7 +124,7 @@ LONG = pytest.mark.long
         "parent",
     ],
 )
-def test_compiled_modules_may_be_anywhere_in_a_forward(model, kind):
+def test_a_compiled_module_may_be_called_anywhere_in_a_forward(model, kind):
     pool = GraphPool("cpu")
     compiled = compile_module(model, pool=pool)
     parent = nn.ModuleList([model])
@@ -156,14 +156,14 @@ def test_compiled_modules_may_be_anywhere_in_a_forward(model, kind):
         assert compiled._sealed
 
 
-def test_compile_sizes_are_held_against_the_capture_sizes(model):
+def test_a_compile_size_that_is_no_capture_size_is_refused(model):
     pool = GraphPool("cpu")
     compile_module(model, pool=pool, options=CompileOptions(compile_sizes=(3,)))
     with pytest.raises(CompileSizeError, match="compile size 3"):
         llama_runner(model, pool)
 
 
-def test_pieces_of_their_own_size(model):
+def test_pieces_are_compiled_for_every_capture_size_if_asked(model):
     pool = GraphPool("cpu")
     compile_options = CompileOptions(compile_sizes=("capture_sizes",))
     compiled = compile_module(model, pool=pool, options=compile_options)
@@ -185,7 +185,7 @@ class Doubling(nn.Module):
 X = {"x": InputSpec(torch.float32, ("tokens", 4))}
 
 
-def test_what_a_splitting_operator_returns_stays_at_one_address():
+def test_outputs_of_a_splitting_operator_stay_at_the_same_address():
     pool = GraphPool("cpu")
     model = Doubling()
     compile_module(model, ["x"], pool=pool)
@@ -217,7 +217,7 @@ def test_a_splitting_operator_that_changes_its_shape_is_an_error():
 
 
 @pytest.mark.parametrize("outputs", ["pool", "static", "clone"])
-def test_results_are_kept_as_the_options_say(outputs):
+def test_results_of_compiled_pieces_are_cloned_or_in_place_as_options_say(outputs):
     pool = GraphPool("cpu")
     compiled = compile_module(
         Doubling(), ["x"], pool=pool, wrapper_options=GraphOptions(outputs=outputs)
@@ -255,7 +255,7 @@ def test_results_are_kept_as_the_options_say(outputs):
     ],
 )
 @pytest.mark.parametrize("pieces", ["auto", "fx", "breakable", None])
-def test_a_whole_graph_leaves_no_pieces(support, mode, pieces):
+def test_a_forward_without_splitting_operators_is_a_single_full_graph(support, mode, pieces):
     model, pool = Llama(layers=1), GraphPool("cpu")
     compiled = compile_module(model, pool=pool, options=CompileOptions(splitting_ops=[]))
     with llama_runner(model, pool, pieces=pieces, attention=support) as runner:
@@ -268,7 +268,7 @@ def test_a_whole_graph_leaves_no_pieces(support, mode, pieces):
         assert runner.last_dispatch.mode is mode.decode_mode
 
 
-def test_a_runner_takes_the_pieces_that_its_forward_brings(model):
+def test_a_runner_captures_the_pieces_of_its_compiled_forward(model):
     pool = GraphPool("cpu")
     compiled = compile_module(model, pool=pool)
     with llama_runner(model, pool, pieces="auto") as runner:
@@ -278,14 +278,14 @@ def test_a_runner_takes_the_pieces_that_its_forward_brings(model):
         assert runner.last_dispatch.mode is GraphMode.PIECEWISE
 
 
-def test_pieces_are_not_captured_twice(model):
+def test_a_breakable_capture_around_pieces_with_a_pool_is_refused(model):
     pool = GraphPool("cpu")
     compile_module(model, pool=pool)
     with pytest.raises(InvalidOptionError, match="captured again around them"):
         llama_runner(model, pool, pieces="breakable")
 
 
-def test_without_a_pool_of_their_own_pieces_are_what_a_breakable_capture_breaks(model):
+def test_compiled_pieces_without_a_pool_are_segments_of_a_breakable_capture(model):
     original = copy.deepcopy(model)
     compiled = compile_module(model)
     with llama_runner(model, GraphPool("cpu"), pieces="auto") as runner:
@@ -301,7 +301,7 @@ def test_without_a_pool_of_their_own_pieces_are_what_a_breakable_capture_breaks(
             torch.testing.assert_close(mixed, original(**inputs))
 
 
-def test_a_device_without_partitions_gets_pieces_and_a_reason(tmp_path):
+def test_a_device_without_inductor_partitions_gets_fx_pieces_and_a_reason(tmp_path):
     model, pool = Llama(layers=1), GraphPool("cpu")
     compile_options = CompileOptions(
         backend="inductor", use_inductor_graph_partition=True, cache_dir=str(tmp_path)
@@ -324,7 +324,7 @@ def test_an_opaque_function_breaks_a_breakable_capture():
         runner.verify(x=torch.randn(3, 4))
 
 
-def test_a_breakable_wrapper_may_stand_around_a_compiled_module():
+def test_a_breakable_capture_may_contain_a_compiled_module():
     @eager_break
     def outside(x):
         return x + 1
@@ -366,7 +366,7 @@ def _padded_runner(module: nn.Module) -> GraphRunner:
     return runner
 
 
-def test_a_graph_whose_padded_size_takes_another_way_than_the_live_one_is_found():
+def test_a_forward_that_branches_differently_for_padded_and_live_size_is_found():
     runner, x = _padded_runner(EvenOrOdd()), torch.randn(3, 3)
     with pytest.warns(GraphQuarantinedWarning, match="live rows are not what they are without"):
         torch.testing.assert_close(runner(Batch(3, 3, 1), x=x), x.sin())
@@ -374,7 +374,7 @@ def test_a_graph_whose_padded_size_takes_another_way_than_the_live_one_is_found(
         runner(Batch(3, 3, 1), x=x)
 
 
-def test_a_compiled_forward_that_has_no_way_for_the_live_size_is_served_with_padding():
+def test_a_compiled_forward_that_fails_at_the_live_size_is_served_with_padding():
     runner, x = _padded_runner(Pairs()), torch.randn(3, 3)
     for _ in range(2):
         torch.testing.assert_close(runner(Batch(3, 3, 1), x=x), x.sin())

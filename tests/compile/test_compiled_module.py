@@ -48,7 +48,7 @@ def reference(model: nn.Module, **inputs: torch.Tensor) -> torch.Tensor:
         return copy.deepcopy(model)(**inputs)
 
 
-def test_sixteen_layers_are_seventeen_pieces_of_which_three_differ():
+def test_sixteen_layers_give_seventeen_pieces_of_three_distinct_graphs():
     compiled = compile_module(Llama(layers=16))
     compiled.ensure_compiled(**step_inputs(3))
     figures = compiled.figures
@@ -60,7 +60,7 @@ def test_sixteen_layers_are_seventeen_pieces_of_which_three_differ():
 
 @pytest.mark.parametrize("shapes", SHAPES)
 @pytest.mark.parametrize("first", [1, 5])
-def test_one_trace_serves_every_batch_size_exactly(llama, shapes, first):
+def test_a_single_trace_gives_eager_results_at_every_batch_size(llama, shapes, first):
     expected = {n: reference(llama, **step_inputs(n)) for n in range(1, 13)}
     compiled = compile_module(llama, options=options(dynamic_shapes=shapes))
     compiled.ensure_compiled(**step_inputs(first))
@@ -71,12 +71,12 @@ def test_one_trace_serves_every_batch_size_exactly(llama, shapes, first):
     assert compiled.figures.traces == 1 and compiled.figures.compilations == 3
 
 
-def test_compiling_runs_nothing(llama):
+def test_compiling_does_not_run_the_forward(llama):
     compile_module(llama).ensure_compiled(**step_inputs(4))
     assert not any(layer.keys.any() for layer in llama.layers)
 
 
-def test_the_call_is_straight_line_python(llama):
+def test_the_generated_call_is_straight_line_python(llama):
     compiled = compile_module(llama)
     assert compiled.source == ""
     compiled.ensure_compiled(**step_inputs(4))
@@ -134,7 +134,7 @@ def test_a_call_that_would_need_another_trace_names_the_input(args, kwargs, name
     assert compiled.figures.traces == 1
 
 
-def test_a_size_the_forward_decides_by_is_named():
+def test_a_size_that_the_forward_branches_on_is_named():
     def forward(x):
         return x + 1 if x.shape[0] > 8 else x - 1
 
@@ -146,7 +146,7 @@ def test_a_size_the_forward_decides_by_is_named():
     assert caught.value.input == "x" and "tokens > 8" in str(caught.value)
 
 
-def test_unbacked_sizes_may_not_be_decided_by():
+def test_a_branch_on_an_unbacked_size_is_refused():
     def forward(x):
         return x + 1 if x.shape[0] > 8 else x - 1
 
@@ -154,12 +154,12 @@ def test_unbacked_sizes_may_not_be_decided_by():
         compile_module(forward, ["x"], options=options(dynamic_shapes="unbacked"))(X)
 
 
-def test_a_batch_dimension_that_is_a_constant_is_refused():
+def test_a_batch_dimension_fixed_to_a_constant_is_refused():
     with pytest.raises(TraceError, match="constant in the forward"):
         compile_module(lambda x: x.view(6, 2, 2), ["x"])(X)
 
 
-def test_a_graph_break_is_a_trace_error():
+def test_a_graph_break_in_the_forward_raises_a_trace_error():
     def forward(x):
         print("side effect")
         return x + (1 if x.sum().item() > 0 else 2)
@@ -168,7 +168,7 @@ def test_a_graph_break_is_a_trace_error():
         compile_module(forward, ["x"])(X)
 
 
-def test_several_axes_are_told_apart():
+def test_axes_of_tokens_and_requests_vary_independently():
     def forward(x, starts, pages):
         return x[starts[:-1]] + pages.sum(1, keepdim=True), pages.shape[0]
 
@@ -205,7 +205,7 @@ class Result:
         lambda x: x.add_(1),
     ],
 )
-def test_whatever_a_forward_returns_comes_back(forward):
+def test_a_forward_may_return_any_structure_of_outputs(forward):
     compiled = compile_module(forward, ["x"])
     for size in (3, 1, 5):
         x = torch.randn(size, 4)
@@ -222,7 +222,7 @@ def test_whatever_a_forward_returns_comes_back(forward):
         (lambda x: Result(x + 1, x.shape[0]), "what its graph returns"),
     ],
 )
-def test_a_call_that_keeps_dynamos_code_says_why(forward, reason):
+def test_a_call_that_keeps_the_code_of_dynamo_gives_the_reason(forward, reason):
     compiled = compile_module(forward, ["x"])
     compiled(torch.randn(3, 4))
     reason_kept = compiled.figures.call_reason
@@ -256,7 +256,7 @@ def test_nested_arguments_are_named_by_their_path():
     assert caught.value.input == "meta['scale']"
 
 
-def test_one_tensor_passed_twice_at_first_may_be_two_later():
+def test_a_tensor_first_passed_for_two_arguments_may_later_be_two_tensors():
     def forward(x, y):
         return x + 2 * y
 
@@ -296,7 +296,7 @@ class Assigning(Small):
         ("list", ("module.log",)),
     ],
 )
-def test_assigning_is_refused_where_there_are_graphs(kind, names):
+def test_a_forward_that_assigns_module_state_is_refused_with_graphs(kind, names):
     compiled = compile_module(Assigning(kind), ["x"])
     with pytest.raises(ReassignedStateError, match=names[0]) as caught:
         compiled(X)
@@ -304,7 +304,7 @@ def test_assigning_is_refused_where_there_are_graphs(kind, names):
     assert not compiled.compiled
 
 
-def test_assigning_is_repeated_where_there_are_none():
+def test_a_forward_that_assigns_module_state_works_without_graphs():
     model = Assigning("buffer")
     model.kept.fill_(1)
     compiled = compile_module(model, ["x"], graphs=False)
@@ -313,7 +313,7 @@ def test_assigning_is_repeated_where_there_are_none():
     assert model.count == 2
 
 
-def test_in_place_updates_are_allowed():
+def test_in_place_updates_of_module_state_are_allowed():
     model = Assigning("in place")
     compiled = compile_module(model, ["x"])
     compiled(X)
@@ -321,7 +321,7 @@ def test_in_place_updates_are_allowed():
     assert model.count == 2
 
 
-def test_nothing_is_compiled_after_seal():
+def test_a_call_that_needs_compilation_after_seal_raises():
     compiled = compile_module(Small(), ["x"])
     compiled.seal()
     with pytest.raises(CompileSealedError, match="seal"):
@@ -332,7 +332,7 @@ def test_nothing_is_compiled_after_seal():
     compiled(X[:2])
 
 
-def test_weights_that_were_replaced_are_taken_over():
+def test_rebind_weights_uses_replaced_weights_and_refuses_another_shape():
     compiled = compiled_small()
     model = compiled.unwrap()
     model.linear.weight = nn.Parameter(torch.ones(4, 4))
@@ -344,7 +344,7 @@ def test_weights_that_were_replaced_are_taken_over():
     assert caught.value.input == "linear.weight"
 
 
-def test_a_compiled_module_is_the_module_in_place():
+def test_compiling_in_place_keeps_the_module_with_its_state_dict():
     model = nn.Sequential(nn.Linear(4, 4), Small())
     inner = compile_module(model[1], ["x"])
     expected = reference(model, input=X)
@@ -353,12 +353,12 @@ def test_a_compiled_module_is_the_module_in_place():
     assert list(model.state_dict()) == list(copy.deepcopy(model).state_dict())
 
 
-def test_the_package_is_the_function():
+def test_the_package_graphrt_compile_is_callable():
     compiled = graphrt.compile(Small(), ["x"])
     assert isinstance(compiled, graphrt.compile.CompiledModule)
 
 
-def test_support_compile_says_the_dimensions():
+def test_support_compile_declares_the_dynamic_dims_of_a_class():
     class Marked(Small):
         pass
 
@@ -372,7 +372,7 @@ def test_support_compile_says_the_dimensions():
 
 
 @pytest.mark.parametrize("dims", ["x", {"y": 0}, {"x": "tokens"}, {"x": {0: "a b"}}, {"x": 1.5}])
-def test_wrong_dimensions_are_named_errors(dims):
+def test_wrong_dynamic_dims_raise_errors_that_name_the_problem(dims):
     with pytest.raises(CompileError):
         compile_module(Small(), dims)
 
@@ -389,7 +389,7 @@ def test_sizes_to_compile_for_must_be_capture_sizes():
         late.use_capture_sizes([2, 4])
 
 
-def test_all_capture_sizes_are_compiled_for():
+def test_compile_sizes_may_be_all_capture_sizes():
     compile_options = options(compile_sizes=("capture_sizes", 2))
     with pytest.raises(CompileSizeError, match="nobody has named"):
         compile_module(Small(), ["x"], options=compile_options)(X)
@@ -400,13 +400,13 @@ def test_all_capture_sizes_are_compiled_for():
     assert compiled.figures.compilations == 3
 
 
-def test_a_copy_has_the_capture_sizes_of_the_module_that_it_is_of():
+def test_a_copy_of_a_compiled_module_has_the_capture_sizes_of_the_original():
     compile_options = options(compile_sizes=("capture_sizes",))
     compiled = compile_module(Small(), ["x"], options=compile_options, capture_sizes=[2, 4])
     assert torch.equal(copy.deepcopy(compiled)(X), compiled(X))
 
 
-def test_options():
+def test_compile_options_have_defaults_and_refuse_unknown_values():
     assert CompileOptions.from_dict({"splitting_ops": "ns::op"}).splitting_ops == ("ns::op",)
     assert CompileOptions(splitting_ops=[]).whole_graph
     assert not CompileOptions().whole_graph
@@ -420,7 +420,7 @@ def test_options():
         compile_module(Small(), ["x"], options=options(splitting_ops=["ns::atention"]))(X)
 
 
-def test_importing_loads_no_compiler():
+def test_importing_graphrt_compile_does_not_load_inductor():
     code = "import sys, graphrt.compile; print('torch._inductor.compile_fx' in sys.modules)"
     process = starts.run("-c", code, check=True)
     assert process.stdout.strip() == "False"

@@ -83,14 +83,14 @@ def check_state(device: str, mode: str, options: dict, cache_dir: str) -> None:
 @needs_compiler
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 @pytest.mark.parametrize("how", ["pieces", "whole"])
-def test_what_compiled_code_writes_while_captured_is_undone(how, mode, tmp_path):
+def test_state_written_by_compiled_code_during_capture_is_restored(how, mode, tmp_path):
     check_state("cpu", mode, OPTIONS[how], str(tmp_path))
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 @pytest.mark.parametrize("how", OPTIONS)
-def test_what_compiled_code_writes_while_captured_is_undone_on_a_gpu(how, mode, tmp_path):
+def test_state_written_by_compiled_code_during_capture_is_restored_on_a_gpu(how, mode, tmp_path):
     check_state("cuda", mode, OPTIONS[how], str(tmp_path))
 
 
@@ -116,7 +116,7 @@ def unseen_add(target: torch.Tensor, amount: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("always", [False, True])
-def test_a_piece_tells_who_watches_what_it_writes(always):
+def test_a_compiled_piece_reports_its_writes_to_the_watching_mode(always):
     piece = AsOperator(unseen_add, None, [0], always=always)
     target, amount = torch.zeros(3), torch.ones(3)
     with Told() as told:
@@ -125,7 +125,7 @@ def test_a_piece_tells_who_watches_what_it_writes(always):
     assert torch.equal(target, torch.ones(3))
 
 
-def test_code_with_operators_inside_tells_what_else_it_writes_and_shows_them():
+def test_compiled_code_with_operators_inside_reports_its_other_writes():
     def run(target, amount):
         unseen_add(target, amount)
         return amount.mul(2)
@@ -138,7 +138,7 @@ def test_code_with_operators_inside_tells_what_else_it_writes_and_shows_them():
     assert (told.calls[0], told.calls[-1]) == ("graphrt::compiled_writes", "aten::mul.Tensor")
 
 
-def test_nobody_is_told_where_nobody_watches(monkeypatch):
+def test_a_compiled_piece_skips_the_dispatcher_where_no_mode_watches(monkeypatch):
     def never(*_):
         raise AssertionError("a call through the dispatcher costs microseconds")
 

@@ -87,7 +87,9 @@ def rows(seed: int, count: int = 4) -> torch.Tensor:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", [Mixed, Inferring])
-def test_an_operator_runs_in_the_context_around_it(kind, backend, tmp_path):
+def test_an_opaque_operator_runs_in_its_surrounding_autocast_or_inference_mode(
+    kind, backend, tmp_path
+):
     model, pool = kind().eval(), GraphPool("cpu")
     compile_options = CompileOptions(backend=backend, cache_dir=str(tmp_path))
     compiled = compile_module(model, ["x"], pool=pool, options=compile_options, in_place=False)
@@ -103,7 +105,7 @@ def test_an_operator_runs_in_the_context_around_it(kind, backend, tmp_path):
 
 
 @pytest.mark.parametrize("made", ["as it is", "compiled without a pool"])
-def test_an_eager_part_of_a_breakable_capture_runs_in_the_autocast_around_it(made):
+def test_an_eager_part_of_a_breakable_capture_runs_in_its_surrounding_autocast(made):
     model, pool = Mixed().eval(), GraphPool("cpu")
     forward: Any = model
     if made != "as it is":
@@ -115,7 +117,7 @@ def test_an_eager_part_of_a_breakable_capture_runs_in_the_autocast_around_it(mad
             assert runner.last_dispatch.mode is GraphMode.PIECEWISE
 
 
-def test_autocast_of_the_caller_stays_that_of_an_eager_part():
+def test_an_eager_part_runs_in_the_autocast_of_the_caller():
     part = graphrt.eager_break(lambda x: x @ x.t())
     runner = runner_of(lambda x: part(x) + 1, GraphPool("cpu"))
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -124,7 +126,7 @@ def test_autocast_of_the_caller_stays_that_of_an_eager_part():
     assert output.dtype is torch.bfloat16
 
 
-def test_autocast_is_as_before_after_a_call_that_fails():
+def test_autocast_is_restored_after_a_call_that_fails():
     model = Mixed().eval()
     compiled = compile_module(model, ["x"], in_place=False)
     compiled(rows(0))
@@ -191,7 +193,7 @@ def test_a_setting_around_a_splitting_operator_is_refused(around):
 
 
 @SETTINGS
-def test_a_setting_between_splitting_operators_is_as_before_after_a_call_that_fails(around):
+def test_a_setting_between_splitting_operators_is_restored_after_a_call_that_fails(around):
     def found() -> list[Any]:
         return [_cur_sdpa_kernel_backends(), torch.are_deterministic_algorithms_enabled()]
 
@@ -221,7 +223,7 @@ class _Called(TorchFunctionMode):
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 @pytest.mark.parametrize("around", [_Dispatched, _Called])
-def test_a_sealed_runner_serves_under_other_settings_what_the_module_itself_gives(around, mode):
+def test_a_sealed_runner_under_changed_settings_gives_the_results_of_the_module(around, mode):
     pool = GraphPool("cpu")
     model = Setting(nullcontext, inside=False).eval()
     compile_module(model, ["x"], pool=pool, options=CompileOptions(backend="eager"))
@@ -251,7 +253,7 @@ def test_a_parameter_that_is_written_under_autocast_around_an_operator_is_refuse
         compile_module(Writing(), ["x"])(rows(0))
 
 
-def test_a_piece_that_is_given_a_number_of_a_tensor_has_no_code_for_one_size():
+def test_a_piece_given_a_number_read_from_a_tensor_ignores_compile_sizes():
     def forward(x, scale):
         by = scale.item()
         return multiplied(x, torch.eye(WIDTH)) * by
@@ -268,6 +270,6 @@ def test_a_piece_that_is_given_a_number_of_a_tensor_has_no_code_for_one_size():
     ],
     ids=["vmap", "grad"],
 )
-def test_a_transform_of_functions_is_refused(forward):
+def test_a_forward_that_uses_vmap_or_grad_is_refused(forward):
     with pytest.raises(CompileError, match="transforms a function"):
         compile_module(forward, ["x"])(rows(0))

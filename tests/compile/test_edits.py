@@ -148,7 +148,7 @@ def starts(
     [*EDITS, *(pytest.param(each, marks=pytest.mark.long) for each in edits_served.EDITS)],
     ids=lambda edit: edit.name,
 )
-def test_the_second_start_after(starts: Starts, edit: Edit):
+def test_a_second_start_after_an_edit_hits_or_misses_as_the_table_says(starts: Starts, edit: Edit):
     record = starts.second(edit)
     # Inductor saves no code that calls such functions, which is a warning at every start.
     unsaved = starts.compiler == "inductor" and edit.program == "allowed"
@@ -171,7 +171,7 @@ def told(record: dict[str, Any]) -> str:
     return "\n".join(record["told"])
 
 
-def test_a_cache_that_was_moved_hits(starts: Starts, tmp_path: Path):
+def test_a_moved_cache_directory_is_a_hit(starts: Starts, tmp_path: Path):
     _, cache = starts.first(PROGRAM)
     shutil.move(cache, tmp_path / "elsewhere")
     assert outcome(found_in(starts, tmp_path / "elsewhere")) == HIT
@@ -185,7 +185,7 @@ def test_a_cache_of_another_owner_is_a_miss(starts: Starts):
     assert outcome(record) == MISS and "belongs to user 12345" in told(record)
 
 
-def test_a_truncated_piece_is_a_miss_and_mended(starts: Starts):
+def test_a_truncated_piece_is_a_miss_and_is_stored_again(starts: Starts):
     _, cache = starts.first(PROGRAM)
     largest = max(cache.rglob("*.piece"), key=lambda path: path.stat().st_size)
     os.truncate(largest, largest.stat().st_size // 2)
@@ -198,7 +198,7 @@ FULL = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); 
 
 
 @pytest.mark.parametrize("bytes_left", [0, 100])
-def test_a_full_disk_is_a_miss_that_keeps_nothing(starts: Starts, tmp_path: Path, bytes_left: int):
+def test_a_full_disk_is_a_miss_that_stores_nothing(starts: Starts, tmp_path: Path, bytes_left: int):
     if starts.compiler == "inductor":
         pytest.skip("Inductor itself needs the disk")
     limit = f"resource.setrlimit(resource.RLIMIT_FSIZE, ({bytes_left}, {bytes_left}))"
@@ -214,7 +214,7 @@ NOBODY = "import os, encodings.cp437; os.seteuid(65534)"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="root becomes somebody else")
-def test_a_read_only_cache_hits_and_takes_nothing_new(starts: Starts, readable: Path):
+def test_a_read_only_cache_is_read_and_stores_nothing_new(starts: Starts, readable: Path):
     """Root's own cache, and a start of a user that may not write there."""
     if starts.compiler == "inductor":
         pytest.skip("Inductor itself writes where only root may")
@@ -248,7 +248,9 @@ def readable() -> Iterator[Path]:
         yield Path(directory)
 
 
-def test_of_two_processes_at_once_both_are_right_and_a_third_hits(starts: Starts, tmp_path: Path):
+def test_two_simultaneous_first_starts_are_right_and_a_third_start_hits(
+    starts: Starts, tmp_path: Path
+):
     request = starts.given(PROGRAM, starts.written(PROGRAM), tmp_path / "cache")
     records = starts.run(request, request)
     assert all(each["right"] for each in records), records
@@ -256,7 +258,7 @@ def test_of_two_processes_at_once_both_are_right_and_a_third_hits(starts: Starts
     assert outcome(found_in(starts, tmp_path / "cache")) == HIT
 
 
-def test_a_key_that_cannot_be_whole_keeps_nothing(starts: Starts, tmp_path: Path):
+def test_a_start_with_an_unreadable_source_stores_nothing(starts: Starts, tmp_path: Path):
     """A source that is gone is a miss at every start, not only at the first."""
     for _ in range(2):
         gone = "import helpers, os; os.remove(helpers.__file__)"

@@ -108,7 +108,7 @@ def assert_as_eager(model: Served, compiled: CompiledModule, tolerance: float) -
 
 
 @pytest.mark.parametrize("name", WANTED)
-def test_a_family_is_one_graph_as_it_is(name):
+def test_a_transformers_model_compiles_into_a_single_graph(name):
     model = Served(name)
     compiled = compiled_of(model, splitting_ops=[])
     assert_as_eager(model, compiled, 0.0)
@@ -116,7 +116,7 @@ def test_a_family_is_one_graph_as_it_is(name):
 
 
 @pytest.mark.parametrize("name", WANTED)
-def test_a_family_is_pieces_around_its_attention(name):
+def test_a_transformers_model_is_split_into_pieces_around_attention(name):
     model = Served(name, NAME)
     with torch.no_grad():
         # The default one leaves a softcap out in some versions of transformers (5.17).
@@ -131,7 +131,7 @@ def test_a_family_is_pieces_around_its_attention(name):
 @pytest.mark.long
 @pytest.mark.parametrize("attention", [None, NAME])
 @pytest.mark.parametrize("name", WANTED)
-def test_a_family_is_near_eager_with_inductor(name, attention):
+def test_a_transformers_model_compiled_by_inductor_is_near_eager(name, attention):
     model = Served(name, attention)
     ops = [] if attention is None else None
     compiled = compiled_of(model, backend="inductor", splitting_ops=ops)
@@ -140,7 +140,7 @@ def test_a_family_is_near_eager_with_inductor(name, attention):
 
 
 @pytest.mark.parametrize("name", WANTED)
-def test_full_piecewise_and_none_come_from_the_same_pieces(name):
+def test_full_piecewise_and_eager_mode_share_the_same_compiled_pieces(name):
     model, pool = Served(name, NAME), GraphPool("cpu")
     with torch.no_grad():
         expected = {size: model(ids(size)) for size in SIZES}
@@ -186,7 +186,7 @@ class WithStaticCache(nn.Module):
         return outputs.logits[:, -1]
 
 
-def test_a_static_cache_of_one_batch_size_is_served():
+def test_a_static_cache_of_a_single_batch_size_is_served():
     model, original, pool = WithStaticCache(), WithStaticCache(), GraphPool("cpu")
     options = CompileOptions(backend="eager", splitting_ops=())
     compiled = compile_module(model, {}, pool=pool, options=options, in_place=False)

@@ -24,30 +24,30 @@ FINE = ("right", "both raise", "RetraceError", "at compile time: TraceError")
 NAMES = [each.name for each in CHANGES]
 
 
-def test_there_are_changes_of_each_kind():
+def test_the_table_has_at_least_sixty_changes_of_all_three_kinds():
     assert len(CHANGES) >= 60 and len(set(NAMES)) == len(NAMES)
     assert {each.where for each in CHANGES} == {"outside", "ambient", "call"}
 
 
 @pytest.mark.parametrize("each", CHANGES, ids=NAMES)
-def test_a_change_is_right_or_named(each: Change):
+def test_a_change_between_two_calls_is_right_or_named(each: Change):
     assert outcome(each, "eager") in FINE
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("each", CHANGES, ids=NAMES)
-def test_a_change_is_right_or_named_with_inductor(each: Change):
+def test_a_change_between_two_calls_is_right_or_named_with_inductor(each: Change):
     assert outcome(each, "inductor") in FINE
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 @pytest.mark.parametrize("each", CHANGES, ids=NAMES)
-def test_a_change_after_seal_is_right_or_named_once_weights_changed_is_asked(each, backend):
+def test_a_change_after_seal_is_right_or_named_by_weights_changed(each, backend):
     assert outcome(each, backend, sealed=True) in (*FINE, "CompileSealedError")
 
 
-def test_what_changed_is_named():
+def test_a_retrace_error_names_the_changed_value():
     model = Scaled().eval()
     compiled = compile_module(model, ["x"], in_place=False)
     compiled(rows())
@@ -60,7 +60,7 @@ def test_what_changed_is_named():
     compiled(rows())
 
 
-def test_sealing_looks_once_and_weights_changed_looks_again():
+def test_seal_and_weights_changed_each_check_the_guards():
     model = Scaled().eval()
     compiled = compile_module(model, ["x"], in_place=False)
     compiled.ensure_compiled(rows())
@@ -75,7 +75,7 @@ def test_sealing_looks_once_and_weights_changed_looks_again():
         compiled.weights_changed()
 
 
-def test_another_number_of_threads_is_no_change():
+def test_a_changed_number_of_threads_needs_no_retrace():
     compiled = compile_module(Scaled().eval(), ["x"], in_place=False)
     compiled(rows())
     before = torch.get_num_threads()
@@ -86,7 +86,7 @@ def test_another_number_of_threads_is_no_change():
         torch.set_num_threads(before)
 
 
-def test_guards_outlive_what_dynamo_knows():
+def test_guards_still_hold_after_a_reset_of_dynamo():
     compiled = compile_module(Scaled().eval(), ["x"], in_place=False)
     compiled(rows())
     torch._dynamo.reset()
@@ -96,7 +96,7 @@ def test_guards_outlive_what_dynamo_knows():
         compiled(rows())
 
 
-def test_sizes_of_one_share_the_code_unless_the_forward_asks():
+def test_size_one_shares_the_code_unless_the_forward_branches_on_size():
     shared = compile_module(lambda x: x * 2, ["x"])
     shared(rows())
     assert torch.equal(shared(rows(1)), rows(1) * 2)
@@ -109,7 +109,7 @@ def test_sizes_of_one_share_the_code_unless_the_forward_asks():
     assert torch.equal(asking(rows(5)), rows(5) * 3)
 
 
-def test_a_size_of_nothing_has_code_of_its_own_before_seal_only():
+def test_an_empty_batch_is_compiled_before_seal_and_refused_after():
     compiled = compile_module(lambda x: x.sum(0) + len(x.shape), ["x"])
     compiled(rows())
     sealed = compile_module(lambda x: x.sum(0) + len(x.shape), ["x"])
@@ -120,7 +120,7 @@ def test_a_size_of_nothing_has_code_of_its_own_before_seal_only():
         sealed(rows()[:0])
 
 
-def test_one_axis_of_size_one_beside_another():
+def test_an_axis_of_size_one_beside_a_larger_axis_gives_eager_results():
     def forward(x, pages):
         return x * (2 if pages.shape[0] == 1 else 3) + pages.sum()
 
@@ -148,7 +148,7 @@ class Restoring(nn.Module):
         return x
 
 
-def test_what_is_set_and_restored_within_a_call_is_no_state():
+def test_an_attribute_set_and_restored_within_a_call_is_no_reassigned_state():
     model = Restoring().eval()
     compiled = compile_module(model, ["x"], in_place=False)
     with torch.no_grad():
@@ -166,7 +166,7 @@ class Deciding(nn.Module):
 
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
-def test_graphs_of_one_token_replay_the_code_for_one(mode):
+def test_graphs_of_a_single_token_replay_the_code_compiled_for_size_one(mode):
     model, pool = Deciding().eval(), GraphPool("cpu")
     expected = {n: model(rows(n)).detach() for n in (1, 2, 4)}
     compiled = compile_module(model, ["x"], pool=pool, options=CompileOptions(backend="eager"))
@@ -281,7 +281,7 @@ def test_an_argument_that_was_none_and_is_a_tensor_now_is_named_by_its_type():
 # Arguments in one memory ---------------------------------------------------------------------
 
 
-def test_arguments_of_which_one_is_written_share_no_byte_and_columns_of_one_matrix_share_none():
+def test_a_written_argument_may_share_no_memory_with_another_argument():
     base = torch.zeros(4, 6)
     columns = [base[:, :3], base[:, 3:], base[1:, 3:], base[:2, :3], base[:, 2:4], base[:, 4:]]
     cube = base.view(4, 2, 3)
@@ -325,7 +325,7 @@ def _refuses(overlaps: Overlaps, leaves: list[Leaf], **weights: torch.Tensor) ->
     return False
 
 
-def test_what_nobody_writes_may_share_memory_and_weights_count_where_the_code_writes_them():
+def test_read_only_arguments_may_share_memory_and_written_weights_may_not():
     weight = torch.zeros(4, 6)
     one, other = Leaf("one", weight[1:]), Leaf("other", weight[0])
     same = [one, Leaf("other", weight[1])]

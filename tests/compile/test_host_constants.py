@@ -95,7 +95,9 @@ def runner_of(model: torch.nn.Module, device: str) -> GraphRunner:
 
 @pytest.mark.parametrize("device", DEVICES.values())
 @pytest.mark.parametrize("kind", [OfData, InBoth, Places, Computed])
-def test_a_later_piece_has_the_constants_of_an_earlier_one(kind: Any, device: str) -> None:
+def test_a_host_constant_made_by_an_earlier_piece_reaches_a_later_piece(
+    kind: Any, device: str
+) -> None:
     runner = runner_of(kind(), device)
     for count in (4, 3, 2, 1, 4):
         x = torch.randn(count, 8).to(device)
@@ -105,13 +107,13 @@ def test_a_later_piece_has_the_constants_of_an_earlier_one(kind: Any, device: st
 
 
 @pytest.mark.parametrize("device", [DEVICES["npu"], DEVICES["cuda"]])
-def test_memory_of_the_hosts_stays_refused(device: str) -> None:
+def test_a_host_tensor_of_the_caller_is_still_refused(device: str) -> None:
     with pytest.raises(RefusedOpError, match="lies on the host"):
         runner_of(OfTheHosts(), device)
 
 
 @pytest.mark.parametrize("device", [DEVICES["npu"], DEVICES["cuda"]])
-def test_a_constant_that_something_between_writes_otherwise_is_named(device: str) -> None:
+def test_a_host_constant_changed_between_two_pieces_is_named(device: str) -> None:
     COUNTED.clear()
     runner = runner_of(Written(), device)
     with pytest.raises(BakedScalarError, match="earlier piece"):

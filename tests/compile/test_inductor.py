@@ -48,7 +48,7 @@ def symbolic(size: int) -> tuple[torch.Tensor, torch.SymInt]:
 
 
 @needs_compiler
-def test_pieces_through_inductor(tmp_path, monkeypatch):
+def test_pieces_compiled_by_inductor_give_eager_results(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     torch.manual_seed(0)
     model = Llama(layers=3)
@@ -80,7 +80,7 @@ def test_pieces_through_inductor(tmp_path, monkeypatch):
 
 
 @needs_compiler
-def test_a_size_of_its_own_through_inductor(tmp_path, monkeypatch):
+def test_a_compile_size_gets_inductor_code_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
 
     def forward(x):
@@ -101,7 +101,7 @@ def test_a_device_without_inductor_gets_eager_pieces_with_a_reason():
 
 
 @needs_compiler
-def test_the_old_value_of_an_input_that_is_written_is_kept(tmp_path, caplog):
+def test_an_input_copied_into_another_before_being_written_keeps_eager_results(tmp_path, caplog):
     def forward(x, y):
         x.copy_(y)
         y.neg_()
@@ -115,7 +115,7 @@ def test_the_old_value_of_an_input_that_is_written_is_kept(tmp_path, caplog):
 
 
 @needs_compiler
-def test_a_number_that_a_piece_reads_from_a_tensor_is_passed_on(tmp_path, caplog):
+def test_a_number_read_from_a_tensor_in_a_piece_is_passed_to_later_pieces(tmp_path, caplog):
     def forward(x, scale):
         by, whole = scale.item(), scale.long().item()
         out = torch.empty_like(x)
@@ -162,7 +162,7 @@ def test_writes_to_views_of_an_argument_are_right_at_other_sizes(tmp_path, made)
         torch.testing.assert_close(actual, expected)
 
 
-def test_what_a_compiler_takes_for_granted_of_sizes_is_found():
+def test_size_conditions_assumed_by_a_compiler_are_found():
     (fake, rows) = symbolic(4)
     with size_conditions([fake]) as conditions:
         assert rows >= 2 and rows < 100 and rows * 2 != 1
@@ -183,7 +183,7 @@ def test_a_size_that_a_compiler_takes_for_a_constant_is_refused_by_name():
 
 @needs_compiler
 @pytest.mark.parametrize("started", ["cold", "warm"])
-def test_sizes_that_the_code_is_not_right_for_run_uncompiled(
+def test_sizes_outside_the_conditions_of_the_code_run_uncompiled(
     tmp_path, caplog, monkeypatch, started
 ):
     def decides(graph, inputs, **more):
@@ -214,7 +214,7 @@ def test_sizes_that_the_code_is_not_right_for_run_uncompiled(
 
 @needs_compiler
 @pytest.mark.parametrize("example", [8, 5000])
-def test_a_sum_over_the_batch_has_one_code_for_few_rows_and_for_many(tmp_path, caplog, example):
+def test_a_sum_over_the_batch_runs_compiled_at_few_and_many_rows(tmp_path, caplog, example):
     def forward(x):
         return x.sum(0), x.softmax(0), x.sum()
 
@@ -259,7 +259,7 @@ def last_rows(x: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
 
 @needs_compiler
 @pytest.mark.parametrize("first", [2, 3, 5, 7, pytest.param(13, marks=pytest.mark.long)])
-def test_the_last_row_of_each_request_at_any_number_of_rows_of_the_first_call(first, tmp_path):
+def test_gathering_last_rows_is_right_whatever_the_rows_of_the_first_call(first, tmp_path):
     dims = {"x": {0: "tokens"}, "starts": {0: "reqs"}}
     compiled = compile_module(last_rows, dims, options=options(tmp_path))
     for rows in (first, 2, 3, 9):
@@ -268,7 +268,7 @@ def test_the_last_row_of_each_request_at_any_number_of_rows_of_the_first_call(fi
 
 
 @needs_compiler
-def test_a_first_call_of_two_rows_that_is_refused_says_what_to_compile_first(tmp_path):
+def test_a_refused_first_call_of_two_rows_advises_ensure_compiled(tmp_path):
     def between(x: torch.Tensor) -> torch.Tensor:
         return x[1:] - x[:-1]
 

@@ -58,7 +58,7 @@ def here(function) -> str:
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 @pytest.mark.parametrize("function", [read_on_the_host, masked, counted])
-def test_a_refusal_names_the_line_of_the_forward(function, mode):
+def test_a_refused_capture_of_compiled_code_names_the_line_of_the_forward(function, mode):
     pool = GraphPool("cpu")
     compiled = compile_module(Model(function), ["x"], pool=pool, in_place=False)
     runner = GraphRunner(
@@ -80,7 +80,7 @@ def decided(x: Tensor) -> Tensor:
     return x * 2
 
 
-def test_what_cannot_be_traced_names_the_line_of_the_forward():
+def test_a_trace_error_names_the_line_of_the_forward():
     with pytest.raises(TraceError) as caught:
         compile_module(Model(decided), ["x"], in_place=False)(torch.ones(4, 4))
     assert here(decided).replace("at: ", "got: ") in str(caught.value)
@@ -118,7 +118,7 @@ def appended(x: Tensor) -> Tensor:
         (appended, "torch.cond: Mutating a variable from outside"),
     ],
 )
-def test_what_torch_says_is_told_once_and_without_its_settings(function, reason, capfd):
+def test_a_trace_error_quotes_torch_once_without_advice_on_torch_settings(function, reason, capfd):
     with pytest.raises(TraceError) as caught:
         compile_module(function, ["x"])(torch.ones(6, 4))
     said = str(caught.value)
@@ -127,7 +127,7 @@ def test_what_torch_says_is_told_once_and_without_its_settings(function, reason,
     assert capfd.readouterr().err == ""
 
 
-def test_lines_are_forgotten_with_their_pieces():
+def test_line_tables_of_dropped_pieces_are_freed():
     before = set(refusals._generated)
     compiled = compile_module(Model(masked), ["x"], in_place=False)
     compiled.ensure_compiled(torch.ones(4, 4))

@@ -11,7 +11,7 @@ from graphrt import CompileOptions, GraphPool
 from graphrt.compile import CompileError
 
 
-def test_the_advice_names_the_modules_own_argument_and_works():
+def test_the_advice_for_missing_dynamic_dims_names_the_argument_and_works():
     module = nn.Linear(4, 4).eval()
     with pytest.raises(CompileError, match=r"try: dynamic_dims=\{'input': 0\}"):
         graphrt.compile(module, pool=GraphPool("cpu"))

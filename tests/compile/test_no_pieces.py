@@ -41,7 +41,7 @@ class Model(nn.Module):
         return x
 
 
-def test_what_a_splitting_operator_reads_in_python_is_that_of_the_step():
+def test_a_splitting_operator_reads_python_state_of_the_current_step():
     pool = GraphPool("cpu")
     compiled = compile_module(Model("returned"), ["x"], pool=pool, in_place=False)
     runner = GraphRunner(
@@ -68,7 +68,7 @@ def doubled(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("pool", [True, False])
-def test_an_eager_part_that_was_traced_is_an_error_in_pieces_and_none_in_full(pool):
+def test_a_traced_eager_break_is_refused_in_piecewise_and_captured_in_full(pool):
     specs = {"inputs": {"x": InputSpec(torch.float32, ("tokens", 4))}, "outputs": ("tokens", 4)}
 
     def forward(x: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ def test_an_eager_part_that_was_traced_is_an_error_in_pieces_and_none_in_full(po
 
 @pytest.mark.parametrize("kind", ["returned", "written", "views", "argument"])
 @pytest.mark.parametrize("mode", ["PIECEWISE", "FULL_AND_PIECEWISE"])
-def test_steps_without_compute_pieces_are_right(mode, kind):
+def test_steps_of_a_forward_without_compute_pieces_match_eager(mode, kind):
     model, pool = Model(kind), GraphPool("cpu")
     reference = Model(kind)
     compiled = compile_module(model, ["x"], pool=pool, in_place=False)

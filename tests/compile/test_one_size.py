@@ -65,7 +65,7 @@ def compiled_and_runner(tmp_path: Any, backend: str, mode: str, sizes: list[int]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_one_size_has_pieces_and_graphs_of_exactly_that_size(tmp_path, backend):
+def test_a_module_compiled_for_a_single_size_has_pieces_and_graphs_of_that_size(tmp_path, backend):
     for mode, started in (("FULL", "cold"), ("PIECEWISE", "warm")):
         compiled, runner = compiled_and_runner(tmp_path, backend, mode, [ROWS])
         with runner:
@@ -84,7 +84,7 @@ def test_one_size_has_pieces_and_graphs_of_exactly_that_size(tmp_path, backend):
 
 
 @pytest.mark.parametrize("rows", [0, 1, 2, ROWS + 1])
-def test_another_size_is_refused_by_name(rows):
+def test_a_call_at_a_size_other_than_the_compiled_size_is_refused(rows):
     def forward(x: torch.Tensor) -> torch.Tensor:
         return x * 2
 
@@ -108,7 +108,7 @@ def constant(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("forward", "advice"), [(Cached(), "write dynamic_dims={}"), (constant, "{} for none")]
 )
-def test_the_advice_for_a_forward_that_has_one_size_leads_there(forward, advice):
+def test_the_advice_to_write_empty_dynamic_dims_works(forward, advice):
     x = torch.ones(ROWS, 4)
     with pytest.raises(TraceError) as caught:
         compile_module(forward, ["x"], in_place=False)(x)
@@ -116,13 +116,13 @@ def test_the_advice_for_a_forward_that_has_one_size_leads_there(forward, advice)
     assert torch.equal(compile_module(forward, {}, in_place=False)(x), forward(x))
 
 
-def test_sizes_of_their_own_need_a_batch_dimension():
+def test_compile_sizes_without_a_batch_dimension_are_refused():
     with pytest.raises(CompileSizeError, match="one alone") as caught:
         compile_module(Cached(), {}, options=CompileOptions(compile_sizes=(2, 6)))
     assert caught.value.size == 2
 
 
-def test_named_dimensions_that_no_argument_has_are_still_refused():
+def test_dynamic_dims_that_no_tensor_argument_has_are_refused():
     def forward(x: torch.Tensor | None, y: float) -> float:
         return y
 

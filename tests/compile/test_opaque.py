@@ -14,7 +14,7 @@ def scaled(x: torch.Tensor, factor: float, out: torch.Tensor, twice: bool = Fals
     torch.mul(x, factor * (2 if twice else 1), out=out)
 
 
-def test_it_is_called_like_the_function():
+def test_an_opaque_operator_is_called_like_its_function():
     x, out = torch.randn(3), torch.empty(3)
     assert scaled(x, 2.0, out=out) is None
     assert torch.equal(out, x * 2)
@@ -23,7 +23,7 @@ def test_it_is_called_like_the_function():
     assert scaled.__doc__ == "Writes x * factor."
 
 
-def test_it_is_an_operator_that_splits_and_mutates():
+def test_an_opaque_operator_is_registered_as_splitting_and_mutating():
     operator = scaled.operator
     assert operator is torch.ops.graphrt_tests.scaled.default
     assert torch.Tag.cudagraph_unsafe in operator.tags
@@ -32,7 +32,7 @@ def test_it_is_an_operator_that_splits_and_mutates():
         scaled(torch.empty(3), 1.0, torch.empty(3))
 
 
-def test_one_that_need_not_split_is_captured():
+def test_an_opaque_operator_with_splits_false_has_no_splitting_tag():
     @opaque("graphrt_tests::quiet", mutates=["out"], splits=False)
     def quiet(out: torch.Tensor) -> None:
         out.zero_()
@@ -50,7 +50,7 @@ def test_one_that_need_not_split_is_captured():
         ("graphrt_tests::new", [], "shape"),
     ],
 )
-def test_mistakes_are_named(name, mutates, text):
+def test_a_wrong_name_or_argument_of_opaque_is_refused(name, mutates, text):
     def function(x: torch.Tensor) -> torch.Tensor:
         return x.clone()
 
@@ -58,6 +58,6 @@ def test_mistakes_are_named(name, mutates, text):
         opaque(name, mutates=mutates)(function)
 
 
-def test_a_function_without_types_is_refused():
+def test_opaque_refuses_a_function_without_type_annotations():
     with pytest.raises(OpaqueError, match="cannot be an operator"):
         opaque("graphrt_tests::untyped", mutates=[])(lambda x: None)

@@ -32,7 +32,7 @@ def imported(path: Path) -> set[tuple[str, ...]]:
     return {tuple(n.split(".")[2:]) for n in names if f"{n}.".startswith("graphrt.compile.")}
 
 
-def test_the_docstring_has_the_order():
+def test_the_docstring_of_graphrt_compile_lists_folders_in_import_order():
     text = graphrt.compile.__doc__ or ""
     places = [text.index(f"    {name} ") for name in ORDER if (ROOT / name).is_dir()]
     assert len(places) == 6 and places == sorted(places)
@@ -40,14 +40,14 @@ def test_the_docstring_has_the_order():
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_go_one_way(path: Path):
+def test_folders_of_graphrt_compile_import_only_earlier_folders(path: Path):
     own = path.relative_to(ROOT).with_suffix("").parts
     for name in imported(path):
         assert name, "a module may not import the package that it is in"
         assert name[0] == own[0] or ORDER.index(name[0]) < ORDER.index(own[0])
 
 
-def test_no_module_of_a_folder_is_in_a_circle():
+def test_no_modules_of_a_folder_import_each_other():
     waiting = {path: {ROOT.joinpath(*n) for n in imported(path) if len(n) == 2} for path in FILES}
     while waiting:
         there = {path.with_suffix("") for path in waiting}

@@ -61,7 +61,7 @@ def runner(
     )
 
 
-def test_what_lies_elsewhere_in_every_step_reaches_the_graph():
+def test_a_tensor_that_moves_at_every_step_is_copied_into_the_next_partition():
     kept = []
 
     def between(y: torch.Tensor) -> torch.Tensor:
@@ -75,7 +75,7 @@ def test_what_lies_elsewhere_in_every_step_reaches_the_graph():
             assert torch.equal(run(x=x), (x + 1) * 2 + 1)
 
 
-def test_what_a_partition_writes_into_its_input_is_seen_outside():
+def test_a_write_of_a_partition_into_its_input_is_visible_outside():
     def doubled_in_place(args: list[Any]) -> tuple[torch.Tensor, ...]:
         (z,) = args
         z.mul_(2)
@@ -88,7 +88,7 @@ def test_what_a_partition_writes_into_its_input_is_seen_outside():
             assert torch.equal(run(x=x), (x + 1) * 3 * 2)
 
 
-def test_another_number_than_at_capture_is_an_error():
+def test_a_partition_given_a_different_number_than_at_capture_raises():
     number = [3]
     with runner(lambda y: y * 2, lambda args: (args[0] + args[1],), lambda: list(number)) as run:
         run.capture()
@@ -100,7 +100,7 @@ def test_another_number_than_at_capture_is_an_error():
         assert run(x=torch.zeros(4, 4))[0, 0] == 5
 
 
-def test_another_shape_than_at_capture_is_an_error():
+def test_a_partition_given_a_different_shape_than_at_capture_raises():
     rows = [4]
     with runner(lambda y: (y * 2)[: rows[0]]) as run:
         run.capture()
@@ -111,7 +111,7 @@ def test_another_shape_than_at_capture_is_an_error():
         assert torch.equal(run(x=torch.zeros(4, 4)), torch.full((4, 4), 3.0))
 
 
-def test_elements_that_share_memory_are_refused():
+def test_a_partition_input_with_overlapping_elements_is_refused():
     with runner(lambda y: (y[:1] * 2).expand(len(y), 4)) as run, pytest.raises(CompileError):
         run.capture()
 
@@ -129,7 +129,7 @@ def test_a_splitting_operator_inside_of_a_partition_is_an_error():
         run.capture()
 
 
-def test_a_failed_step_and_a_recapture_leave_it_right():
+def test_partitions_are_right_after_a_failed_step_and_after_a_recapture():
     fails = [False]
 
     def between(y: torch.Tensor) -> torch.Tensor:
@@ -149,7 +149,7 @@ def test_a_failed_step_and_a_recapture_leave_it_right():
         assert torch.equal(run(x=x), (x + 1) * 2 + 1)
 
 
-def test_partitions_of_other_threads_are_not_taken():
+def test_partitions_compiled_in_another_thread_are_not_collected():
     from torch._inductor import utils
 
     hook: Any = utils._unstable_customized_partition_wrapper
@@ -176,7 +176,7 @@ def test_partitions_of_other_threads_are_not_taken():
         ({"use_inductor_graph_partition": True, "splitting_ops": []}, "cuda", ""),
     ],
 )
-def test_where_inductor_does_not_split_there_is_a_reason(given, device, reason):
+def test_partitions_are_declined_with_a_reason_for_backend_or_device(given, device, reason):
     wanted, why = partitions(CompileOptions(**given), device)
     assert not wanted
     assert (reason in why) if reason else why == ""

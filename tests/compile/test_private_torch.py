@@ -52,18 +52,18 @@ def private_names(source: str) -> Iterator[str]:
         ("torch.__version__, torch.fx.Graph, self._torch, 'torch._C'  # torch._C", []),
     ],
 )
-def test_the_check_finds_private_names(source: str, found: list[str]):
+def test_the_check_of_this_file_finds_private_names_of_torch(source: str, found: list[str]):
     assert list(private_names(source)) == found
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
-def test_only_the_door_names_what_is_private(path: Path):
+def test_private_names_of_torch_are_used_in_their_own_folder_only(path: Path):
     if DOOR not in path.parents:
         assert list(private_names(path.read_text(encoding="utf-8"))) == []
 
 
 @pytest.mark.parametrize("name", sorted(NAMES.declared))
-def test_a_declared_name_is_found_where_it_was_seen(name: str):
+def test_a_declared_private_name_is_found_in_the_torch_versions_listed(name: str):
     declared = NAMES.declared[name]
     assert declared.without and set(declared.seen) <= set(TESTED)
     if RUNNING in declared.seen:
@@ -73,7 +73,7 @@ def test_a_declared_name_is_found_where_it_was_seen(name: str):
             declared.find()
 
 
-def test_importing_looks_nothing_up():
+def test_importing_graphrt_compile_imports_no_further_module_of_torch():
     code = (
         "import sys, torch; before = set(sys.modules); import graphrt.compile;"
         "print(sorted(n for n in set(sys.modules) - before if n.split('.')[0] == 'torch'))"
@@ -82,7 +82,7 @@ def test_importing_looks_nothing_up():
     assert process.stdout.strip() == "[]"
 
 
-def test_an_attribute_that_is_missing_is_named():
+def test_a_missing_private_attribute_is_named_by_the_error():
     with pytest.raises(MissingTorchNameError, match=r"SimpleNamespace .* has no guards") as caught:
         private_attribute(SimpleNamespace(), "guards", "modules cannot be compiled")
     assert "without it modules cannot be compiled" in str(caught.value)
@@ -98,7 +98,7 @@ def test_an_attribute_that_is_missing_is_named():
         ("need_use_acc_helper", patches.one_code_for_sums),
     ],
 )
-def test_where_a_patched_name_is_missing_there_is_one_warning(
+def test_a_missing_name_to_patch_gives_a_single_warning(
     name: str, patch, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     (declared,) = (n for path, n in NAMES.declared.items() if path.endswith(f".{name}"))
@@ -114,7 +114,7 @@ def test_where_a_patched_name_is_missing_there_is_one_warning(
     assert declared.path in line and "after a warning" in line
 
 
-def test_what_is_patched_is_put_back_after_an_error():
+def test_a_patched_function_is_restored_after_an_error():
     owner, attribute = _owner_of("torch._inductor.codecache.CppCodeCache.load_async")
     before = vars(owner)[attribute]
     with ExitStack() as stack:

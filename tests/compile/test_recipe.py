@@ -111,21 +111,21 @@ def check_decode(
 @pytest.mark.parametrize("padding", [3, pytest.param(0, marks=pytest.mark.long)])
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 @pytest.mark.parametrize("name", ASKED)
-def test_the_recipe_decodes_what_eager_decodes(recipe, name, mode, padding):
+def test_the_compiled_transformers_example_decodes_the_tokens_of_eager(recipe, name, mode, padding):
     check_decode(recipe, name, mode, padding)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 @pytest.mark.parametrize("name", [name for name in DECODERS if name not in ASKED])
-def test_the_recipe_decodes_with_the_other_families(recipe, name, mode):
+def test_the_compiled_transformers_example_decodes_with_further_model_families(recipe, name, mode):
     check_decode(recipe, name, mode, 3)
 
 
 @pytest.mark.long
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor on the CPU needs g++")
 @pytest.mark.parametrize("name", ASKED)
-def test_the_recipe_decodes_with_inductor(recipe, name):
+def test_the_compiled_transformers_example_decodes_with_inductor(recipe, name):
     check_decode(recipe, name, "PIECEWISE", 3, backend="inductor")
 
 
@@ -133,7 +133,7 @@ def test_the_recipe_decodes_with_inductor(recipe, name):
 @pytest.mark.parametrize("padding", PADDED.values(), ids=PADDED)
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 @pytest.mark.parametrize("name", ASKED)
-def test_the_recipe_decodes_on_a_gpu(recipe, name, mode, padding):
+def test_the_compiled_transformers_example_decodes_on_a_gpu(recipe, name, mode, padding):
     check_decode(recipe, name, mode, padding, "cuda")
 
 
@@ -155,7 +155,7 @@ def attend_with(recipe: Any, **keywords: Any) -> Any:
         ({"output_attentions": True}, ValueError),
     ],
 )
-def test_a_keyword_that_the_operator_does_not_take_is_an_error(recipe, given, error):
+def test_an_attention_argument_that_the_example_does_not_support_is_an_error(recipe, given, error):
     attend_with(recipe)
     with pytest.raises(error):
         attend_with(recipe, **given)

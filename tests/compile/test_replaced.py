@@ -205,7 +205,7 @@ def step(model: Model, runner: GraphRunner, rows: int) -> bool:
 
 
 @pytest.mark.parametrize(("change", "mode"), in_both_modes([*FOLLOWED, *OTHERS]))
-def test_once_steps_run_eagerly_they_have_the_new_values(change, mode, tmp_path):
+def test_after_a_replacement_quarantined_steps_use_the_new_weights(change, mode, tmp_path):
     model, runner = captured(change, mode, "eager", "capture", str(tmp_path))
     with runner:
         for _ in range(60):
@@ -217,7 +217,9 @@ def test_once_steps_run_eagerly_they_have_the_new_values(change, mode, tmp_path)
 
 @pytest.mark.parametrize("level", ["capture", pytest.param("always", marks=pytest.mark.long)])
 @pytest.mark.parametrize(("change", "mode"), in_both_modes([*FOLLOWED, *OTHERS, *UNSEEN]))
-def test_weights_changed_names_it_and_steps_have_the_new_values(change, mode, level, tmp_path):
+def test_weights_changed_raises_for_a_replacement_and_steps_use_the_new_weights(
+    change, mode, level, tmp_path
+):
     model, runner = captured(change, mode, "eager", level, str(tmp_path))
     with runner:
         with pytest.raises((StaleInputError, RetraceError)):
@@ -228,14 +230,14 @@ def test_weights_changed_names_it_and_steps_have_the_new_values(change, mode, le
 
 
 @pytest.mark.parametrize("change", [other_weight, untied, more_layers])
-def test_weights_changed_names_it_where_nothing_is_checked(change, tmp_path):
+def test_weights_changed_raises_for_a_replacement_with_checks_off(change, tmp_path):
     _, runner = captured(change, "FULL", "eager", "off", str(tmp_path))
     with runner, pytest.raises((StaleInputError, RetraceError)):
         runner.weights_changed()
 
 
 @pytest.mark.parametrize("change", FOLLOWED)
-def test_a_recapture_takes_it_over(change, tmp_path):
+def test_a_recapture_serves_replaced_weights_from_graphs(change, tmp_path):
     model, runner = captured(change, "FULL", "eager", "capture", str(tmp_path))
     with runner:
         with pytest.raises(StaleInputError, match="recapture"):
@@ -248,14 +250,14 @@ def test_a_recapture_takes_it_over(change, tmp_path):
 
 
 @pytest.mark.parametrize("change", OTHERS)
-def test_a_recapture_of_what_needs_another_trace_is_named(change, tmp_path):
+def test_a_recapture_that_would_need_another_trace_raises_retrace_error(change, tmp_path):
     _, runner = captured(change, "FULL", "eager", "capture", str(tmp_path))
     with runner, pytest.raises(RetraceError, match="compile a new instance"):
         runner.recapture()
 
 
 @pytest.mark.parametrize("change", [*FOLLOWED, *OTHERS, *UNSEEN])
-def test_a_sealed_module_without_a_runner_is_right_or_names_it(change):
+def test_a_sealed_module_uses_replaced_weights_or_raises_retrace_error(change):
     torch.manual_seed(0)
     model = Model().eval()
     compiled = compile_module(model, ["x"], in_place=False)
@@ -276,7 +278,7 @@ def test_a_sealed_module_without_a_runner_is_right_or_names_it(change):
 @pytest.mark.long
 @needs_compiler
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
-def test_it_is_the_same_with_inductor(mode, tmp_path):
+def test_weights_changed_raises_for_a_replacement_with_inductor(mode, tmp_path):
     for change in (*FOLLOWED, *OTHERS, *UNSEEN):
         model, runner = captured(change, mode, "inductor", "capture", str(tmp_path))
         with runner:
@@ -285,7 +287,7 @@ def test_it_is_the_same_with_inductor(mode, tmp_path):
             assert all(step(model, runner, rows) for rows in SIZES), change
 
 
-def test_values_that_are_written_in_place_are_no_change(tmp_path):
+def test_weights_written_in_place_keep_graphs_replaying(tmp_path):
     def written(model: Model) -> None:
         with torch.no_grad():
             model.layers[0].first.weight.copy_(weight())
@@ -300,7 +302,7 @@ def test_values_that_are_written_in_place_are_no_change(tmp_path):
                 assert runner.last_dispatch.reason is Reason.HIT
 
 
-def test_a_batch_without_a_graph_has_the_new_values_before_anything_is_found(tmp_path):
+def test_a_batch_too_large_for_graphs_uses_replaced_weights_with_checks_off(tmp_path):
     model, runner = captured(other_weight, "FULL", "eager", "off", str(tmp_path))
     with runner:
         assert step(model, runner, 4) is False, "nothing looks at the level off"
@@ -316,7 +318,7 @@ def by_its_stride(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
 @pytest.mark.parametrize("rows", [1, 4])
-def test_a_stride_that_the_forward_asks_for_is_compared_at_one_row_too(rows, backend, tmp_path):
+def test_a_stride_that_the_forward_reads_is_compared_even_for_a_single_row(rows, backend, tmp_path):
     options = CompileOptions(backend=backend, cache_dir=str(tmp_path))
     compiled = compile_module(by_its_stride, ["x"], options=options)
     x = torch.randn(rows, 4)
@@ -328,7 +330,7 @@ def test_a_stride_that_the_forward_asks_for_is_compared_at_one_row_too(rows, bac
 
 
 @pytest.mark.parametrize("rows", [1, 4])
-def test_a_cut_tensor_whose_stride_the_forward_asks_for_is_compiled_as_it_is(rows):
+def test_a_sliced_tensor_whose_stride_the_forward_reads_is_compiled_with_that_stride(rows):
     compiled = compile_module(by_its_stride, ["x"])
     # Of the first call code is made for one row too, which is contiguous, with the cut's stride.
     for x in (torch.randn(4, 6)[:, :3], torch.randn(rows, 6)[:, :3]):
@@ -338,7 +340,7 @@ def test_a_cut_tensor_whose_stride_the_forward_asks_for_is_compiled_as_it_is(row
             compiled(x)
 
 
-def test_a_stride_of_one_row_that_nobody_asks_for_is_no_difference():
+def test_the_stride_of_a_single_row_is_ignored_where_the_forward_does_not_read_strides():
     compiled = compile_module(lambda x: x * 2, ["x"])
     compiled(torch.randn(4, 4))
     cut = torch.randn(1, 8)[:, :4]

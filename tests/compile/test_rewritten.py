@@ -75,7 +75,7 @@ OTHER = (
 
 
 @pytest.mark.parametrize("line", SAME)
-def test_a_write_of_the_value_that_is_there_is_no_change(line):
+def test_a_forward_that_assigns_the_current_value_of_an_attribute_compiles(line):
     compiled = compile_module(Holding(line), ["x"], in_place=False)
     x = torch.randn(3, 4)
     for _ in range(2):
@@ -83,14 +83,14 @@ def test_a_write_of_the_value_that_is_there_is_no_change(line):
 
 
 @pytest.mark.parametrize("line", OTHER)
-def test_a_write_of_another_value_is_refused(line):
+def test_a_forward_that_assigns_a_different_value_to_an_attribute_is_refused(line):
     compiled = compile_module(Holding(line), ["x"], in_place=False)
     with pytest.raises(ReassignedStateError, match="module"):
         compiled(torch.randn(3, 4))
 
 
 @pytest.mark.parametrize("line", ["self.updated[0] = True", "self.held.flag = True"])
-def test_a_value_that_is_only_written_has_to_stay_what_it_was(line):
+def test_an_attribute_that_a_forward_assigns_must_keep_that_value_between_calls(line):
     module = Holding(line)
     compiled = compile_module(module, ["x"], in_place=False)
     x = torch.randn(3, 4)
@@ -150,7 +150,7 @@ class Whisper(nn.Module):
 
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
-def test_a_whisper_decoder_is_served(mode):
+def test_a_whisper_decoder_is_compiled_and_served_by_graphs(mode):
     pytest.importorskip("transformers", reason="transformers is not installed")
     model, twin, pool = Whisper(), Whisper(), GraphPool("cpu")
     tokens = torch.tensor([5, 7])

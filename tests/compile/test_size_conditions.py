@@ -29,7 +29,7 @@ def called(conditions, places, *args):
     return where_right(conditions, places)(*args)
 
 
-def test_a_size_is_read_off_a_number_or_a_dimension():
+def test_a_size_is_read_from_a_number_argument_or_a_tensor_dimension():
     for place, small, large in (
         ((0, None, ROWS), 4, 5),
         ((0, 1, ROWS), torch.empty(9, 4), torch.empty(9, 5)),
@@ -39,7 +39,7 @@ def test_a_size_is_read_off_a_number_or_a_dimension():
         assert called([ROWS <= 4], [place], large) == "otherwise"
 
 
-def test_all_conditions_have_to_hold():
+def test_compiled_code_runs_only_where_all_size_conditions_hold():
     places = [(0, None, ROWS), (1, None, REQS)]
     conditions = [ROWS <= 4, sympy.Le(REQS, ROWS)]
     assert [called(conditions, places, *sizes) for sizes in ((4, 2), (5, 2), (4, 5))] == [
@@ -49,17 +49,17 @@ def test_all_conditions_have_to_hold():
     ]
 
 
-def test_what_no_argument_tells_runs_as_it_is():
+def test_a_size_that_no_argument_determines_runs_uncompiled():
     places = [(0, None, ROWS * REQS)]
     assert called([ROWS <= 4], places, 4) == "otherwise"
 
 
-def test_a_piece_is_held_to_conditions_on_its_own_sizes_only():
+def test_a_piece_is_checked_for_conditions_on_its_own_sizes_only():
     places = [(0, None, ROWS)]
     assert conditions_on([ROWS <= 4, REQS <= 4, sympy.Le(REQS, ROWS)], places) == [ROWS <= 4]
 
 
-def test_sizes_are_told_by_the_names_of_axes_once_a_condition(caplog):
+def test_each_failed_condition_is_logged_once_with_the_names_of_axes(caplog):
     places = [(0, None, ROWS), (1, None, REQS)]
     axes = {"s0": ("tokens", 0), "s1": ("reqs", 1)}
     call = where_right([ROWS <= 4, sympy.Le(2 * REQS, 9)], places, axes=axes)
@@ -74,13 +74,13 @@ def test_sizes_are_told_by_the_names_of_axes_once_a_condition(caplog):
     assert "runs uncompiled at sizes of reqs = 4: its code is for 2*reqs + 2 <= 9" in said[3]
 
 
-def test_a_size_that_is_no_axis_keeps_its_own_name(caplog):
+def test_a_failed_condition_on_an_unnamed_size_is_logged_by_its_symbol(caplog):
     with caplog.at_level(logging.WARNING, logger="graphrt"):
         called([ROWS <= 4], [(0, None, ROWS)], 7)
     assert "at sizes of s0 = 7: its code is for s0 <= 4" in caplog.text
 
 
-def test_what_is_known_of_sizes_is_bounded():
+def test_the_cache_of_checked_sizes_of_a_piece_is_bounded():
     call = where_right([ROWS <= 3000], [(0, None, ROWS)])
     for _ in range(2):
         for size in range(4000):
@@ -89,7 +89,7 @@ def test_what_is_known_of_sizes_is_bounded():
 
 
 @pytest.mark.parametrize("most", [1, 2, 4096])
-def test_what_is_known_of_calls_is_bounded(most, monkeypatch):
+def test_the_cache_of_checked_sizes_of_a_compiled_module_is_bounded(most, monkeypatch):
     monkeypatch.setattr("graphrt.compile.trace.check._MOST_SIZES", most)
     compiled = compile_module(lambda x: x * (2 if x.shape[0] == 1 else 3), ["x"], in_place=False)
     for size in (6, 1, 5, 4, 1, 1, 3, 6):
@@ -102,7 +102,7 @@ def test_what_is_known_of_calls_is_bounded(most, monkeypatch):
             assert needed == ((("tokens", 1),) if asked == 1 else ())
 
 
-def test_halves_of_an_even_batch_are_traced_as_equal_where_it_is_as_wide_as_the_rows():
+def test_halves_of_a_batch_are_traced_as_equal_although_rows_equal_columns():
     def halved(x: torch.Tensor) -> torch.Tensor:
         half = x.shape[0] // 2
         return torch.cat([x[:half] * x[half:], x[:half]])

@@ -116,7 +116,7 @@ _KINDS = {
         ),
     ],
 )
-def test_parts(lines, parts):
+def test_a_graph_is_split_into_expected_parts_around_splitting_operators(lines, parts):
     assert Recipe(*lines).parts() == parts
 
 
@@ -160,7 +160,7 @@ def fake_module(build) -> fx.GraphModule:
     return fx.GraphModule(torch.nn.Module(), graph)
 
 
-def test_sizes_are_no_tensor_inputs():
+def test_a_piece_takes_sizes_as_numbers_and_not_from_tensors():
     def build(call, size, x):
         a = call(torch.relu, x)
         shape = call("size", a, method=True)
@@ -182,7 +182,7 @@ def test_sizes_are_no_tensor_inputs():
     assert first.shape == (12, 2) and second.shape == (4, 6)
 
 
-def test_numbers_that_depend_on_data_stay_where_they_are():
+def test_resolving_sizes_leaves_numbers_read_from_data():
     graph = fx.Graph()
     x = graph.placeholder("x")
     item = graph.call_method("item", (x,))
@@ -206,18 +206,18 @@ def two_layers(constant: float = 1.0) -> list:
     return split(fake_module(build), splits_at(None))
 
 
-def test_equal_pieces_have_equal_fingerprints():
+def test_equal_pieces_of_two_layers_have_equal_fingerprints():
     first, _, second, _ = two_layers()
     assert fingerprint(first.graph) == fingerprint(second.graph)
     assert normalised(first.graph) == normalised(second.graph)
 
 
-def test_another_constant_is_another_fingerprint():
+def test_pieces_with_different_constants_have_different_fingerprints():
     first, _, second, _ = two_layers(constant=2.0)
     assert fingerprint(first.graph) != fingerprint(second.graph)
 
 
-def test_fingerprints_tell_dtypes_and_shared_memory_apart():
+def test_fingerprints_differ_by_dtype_and_by_shared_memory():
     def pieces(dtype, shared):
         mode = FakeTensorMode()
         with mode:
@@ -234,7 +234,7 @@ def test_fingerprints_tell_dtypes_and_shared_memory_apart():
     assert len(made) == 4
 
 
-def test_a_piece_returns_one_tensor_as_it_is_and_nothing_as_none():
+def test_a_piece_returns_a_single_tensor_bare_and_no_outputs_as_none():
     def build(call, size, x):
         y = call(torch.relu, x)
         call(TOUCH.default, x, y)
@@ -247,7 +247,7 @@ def test_a_piece_returns_one_tensor_as_it_is_and_nothing_as_none():
     assert isinstance(last.graph(x), torch.Tensor)
 
 
-def test_indexing_a_tensor_stays_behind_what_writes_it():
+def test_indexing_a_tensor_stays_after_the_operator_that_writes_the_tensor():
     def build(call, size, x):
         out = call(torch.empty_like, x)
         call(TOUCH.default, x, out)
@@ -261,7 +261,7 @@ def test_indexing_a_tensor_stays_behind_what_writes_it():
     assert torch.equal(pieces[2].graph(out), x[:2])
 
 
-def test_compiled_pieces_take_what_a_view_looks_at_and_splitting_ones_the_view():
+def test_a_compiled_piece_takes_the_base_and_a_splitting_operator_the_view():
     def build(call, size, x):
         base = call(torch.relu, x)
         view = call("transpose", base, 0, 1, method=True)
@@ -278,7 +278,7 @@ def test_compiled_pieces_take_what_a_view_looks_at_and_splitting_ones_the_view()
     assert view._is_view() and view.data_ptr() == base.data_ptr()
 
 
-def test_an_in_place_update_returns_what_it_updated():
+def test_the_result_of_an_in_place_update_is_the_updated_tensor_in_later_pieces():
     def build(call, size, x):
         base = call(torch.relu, x)
         more = call("add_", base, 1, method=True)
@@ -297,7 +297,7 @@ def itself(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("name", "error"), [("t_", "in place: t_"), ("itself", "schema does not say so")]
 )
-def test_what_pieces_cannot_keep_is_refused(name, error):
+def test_an_operator_that_aliases_or_restrides_its_input_is_refused(name, error):
     def build(call, size, x):
         y = call(torch.relu, x)
         if name == "itself":
@@ -323,13 +323,13 @@ def checkpointed(inner: Callable[[Any], Any]) -> tuple[fx.GraphModule, fx.Node, 
     return fx.GraphModule(root, graph), x, called
 
 
-def test_pieces_that_differ_inside_of_a_higher_order_operator_are_not_taken_for_the_same():
+def test_pieces_that_differ_inside_a_higher_order_operator_are_distinct():
     sine = fingerprint(checkpointed(lambda x: x.sin())[0])
     assert sine == fingerprint(checkpointed(lambda x: x.sin())[0])
     assert sine != fingerprint(checkpointed(lambda x: x.cos())[0])
 
 
-def test_a_higher_order_operator_writes_where_its_graph_does():
+def test_a_higher_order_operator_writes_the_inputs_that_its_graph_writes():
     _, x, called = checkpointed(lambda x: x.add_(1) * 2)
     assert x in written(called)
     _, _, called = checkpointed(lambda x: x.add(1) * 2)

@@ -96,7 +96,7 @@ def compiled_of(model: nn.Module, dynamic_shapes: str) -> Any:
         (SlicedForAnother, "torch._check(n <= self.buffer.shape[0])"),
     ],
 )
-def test_the_check_that_is_missing_is_said_with_the_line_of_the_slice(kind, check):
+def test_a_refused_slice_names_the_missing_torch_check_and_its_line(kind, check):
     source, first = inspect.getsourcelines(kind)
     line = first + next(n for n, text in enumerate(source) if "# the line" in text)
     assert f"write {check} before {__file__}:{line};" in str(refusal(kind(), "unbacked"))
@@ -104,7 +104,7 @@ def test_the_check_that_is_missing_is_said_with_the_line_of_the_slice(kind, chec
 
 @pytest.mark.parametrize("kind", [Checked, WrittenAndChecked])
 @pytest.mark.parametrize("dynamic_shapes", ["backed", "unbacked"])
-def test_what_is_advised_compiles(kind, dynamic_shapes):
+def test_a_forward_with_the_advised_torch_check_compiles(kind, dynamic_shapes):
     model = kind()
     compiled = compiled_of(model, dynamic_shapes)
     for size in (5, 7, 2, 64):
@@ -113,7 +113,7 @@ def test_what_is_advised_compiles(kind, dynamic_shapes):
 
 
 @pytest.mark.parametrize("dynamic_shapes", ["backed", "unbacked"])
-def test_a_slice_that_is_written_is_right_or_told_what_to_write(dynamic_shapes):
+def test_a_write_to_a_slice_of_unknown_size_is_right_or_advises_a_torch_check(dynamic_shapes):
     model = Written()
     compiled = compiled_of(model, dynamic_shapes)
     x, said = torch.randn(5, 4), ""
@@ -127,7 +127,7 @@ def test_a_slice_that_is_written_is_right_or_told_what_to_write(dynamic_shapes):
         assert torch.equal(compiled(x), model(x))
 
 
-def test_a_branch_on_data_is_told_to_compare_tensors_with_its_line():
+def test_a_refused_branch_on_data_advises_torch_where_and_names_its_line():
     said = str(refusal(Branching(), "backed"))
     assert "it decides by what no trace knows, u0 > 4" in said
     assert f"{__file__}:" in said and "if n > 4:" in said

@@ -184,7 +184,9 @@ def check_starts(
         ("unpacked", SMALL),
     ],
 )
-def test_a_second_start_needs_no_compiler(tmp_path: Path, save_format: str, model: tuple[int, int]):
+def test_a_second_start_works_without_a_cpp_compiler(
+    tmp_path: Path, save_format: str, model: tuple[int, int]
+):
     calls = check_starts(tmp_path, save_format, "cpu", model, PATH=str(tmp_path))
     assert calls["libraries built"] and calls["algorithms selected"]
 
@@ -230,7 +232,7 @@ def inductor_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @needs_compiler
-def test_libraries_are_kept_although_inductor_had_built_them_before(
+def test_libraries_that_inductor_had_built_before_are_stored_in_the_cache(
     tmp_path: Path, inductor_directory: Path
 ):
     for name in ("first", "second"):
@@ -254,7 +256,7 @@ def test_a_damaged_library_is_never_loaded(tmp_path: Path, inductor_directory: P
 
 
 @needs_compiler
-def test_loading_leaves_the_compilers_directories_alone(
+def test_loading_a_piece_writes_nothing_into_directories_of_inductor(
     tmp_path: Path, inductor_directory: Path, monkeypatch: pytest.MonkeyPatch
 ):
     compiled_in(tmp_path / "kept")
@@ -289,7 +291,7 @@ def test_code_that_inductor_cannot_load_is_compiled_again(
 
 
 @needs_compiler
-def test_trouble_with_the_temporary_directory_rejects_nothing(
+def test_an_error_of_the_temporary_directory_rejects_no_cached_piece(
     tmp_path: Path, inductor_directory: Path, monkeypatch: pytest.MonkeyPatch
 ):
     compiled_in(tmp_path)
@@ -303,7 +305,7 @@ def test_trouble_with_the_temporary_directory_rejects_nothing(
 
 
 @needs_compiler
-def test_a_damaged_piece_runs_eagerly_where_nothing_can_compile_it(
+def test_a_damaged_piece_runs_eagerly_without_a_cpp_compiler(
     tmp_path: Path, inductor_directory: Path, monkeypatch: pytest.MonkeyPatch
 ):
     compiled_in(tmp_path)
@@ -318,7 +320,7 @@ def test_a_damaged_piece_runs_eagerly_where_nothing_can_compile_it(
 
 
 @pytest.mark.filterwarnings("ignore:.*fork")
-def test_a_forked_child_has_a_lock_and_a_directory_of_its_own():
+def test_a_forked_child_has_its_own_compile_lock_and_directory():
     parents = Path(process.new_directory()).parent
     # A thread that is another one than forks.
     with ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as held:

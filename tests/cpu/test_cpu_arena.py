@@ -35,7 +35,7 @@ def test_a_view_keeps_the_block_of_its_base():
     assert arena.live_bytes == 0
 
 
-def test_an_alias_keeps_the_memory_but_not_the_block():
+def test_an_alias_keeps_memory_readable_but_frees_the_block_for_reuse():
     arena = Arena()
     tensor = arena.empty_strided((3, 4), (1, 3), torch.float32).fill_(2.0)
     alias = arena.alias(tensor[1:, 1:])
@@ -48,7 +48,7 @@ def test_an_alias_keeps_the_memory_but_not_the_block():
     assert alias.eq(2.0).all()
 
 
-def test_neighbouring_free_blocks_become_one():
+def test_neighbouring_free_blocks_are_merged():
     arena = Arena(max_bytes=4096)
     blocks = [block(arena, 1024) for _ in range(4)]
     start = blocks[0].data_ptr()
@@ -101,7 +101,7 @@ def test_a_released_arena_refuses_and_its_tensors_stay_readable():
         block(arena, 64)
 
 
-def test_only_its_own_tensors_are_owned_and_aliased():
+def test_an_arena_owns_and_aliases_only_its_own_tensors():
     arena, foreign = Arena(), torch.ones(3)
     mine = block(arena, 64)
     assert arena.owns(mine[3:])

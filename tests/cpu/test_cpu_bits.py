@@ -80,7 +80,7 @@ def test_replay_after_a_capture_on_zeros_equals_eager(name, inference):
         lambda x: torch.linalg.matrix_norm(x, "nuc"),
     ],
 )
-def test_values_without_their_vectors_are_refused_with_their_line(forward):
+def test_eigenvalues_and_singular_values_without_vectors_are_refused_with_their_line(forward):
     with pytest.raises(RefusedOpError, match="another routine") as caught:
         capture(forward, torch.eye(3))
     assert caught.value.source
@@ -99,7 +99,7 @@ def test_an_alias_reaches_no_further_than_its_block():
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
-def test_a_forked_process_has_memory_of_its_own():
+def test_a_replay_in_a_forked_process_leaves_memory_of_the_parent():
     x = torch.ones(4)
     graph, out = capture(lambda: x * 2 + 1)
     child = os.fork()

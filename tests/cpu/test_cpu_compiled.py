@@ -23,7 +23,7 @@ def backend(request):
 
 
 @pytest.mark.parametrize("warm", [False, True])
-def test_a_compiled_function_is_refused(backend, warm):
+def test_a_torch_compiled_function_inside_a_capture_is_refused(backend, warm):
     inner = torch.compile(lambda x, y: ((x * 2 + y).sin(), x @ y), backend=backend)
     x = torch.randn(4, 4)
     with torch.no_grad():
@@ -37,7 +37,7 @@ def test_a_compiled_function_is_refused(backend, warm):
             assert all(map(same, inner(x + 1, x), expected))
 
 
-def test_one_without_an_operator_is_refused_too():
+def test_a_compiled_function_without_operators_is_refused():
     inner = torch.compile(lambda x: x, backend="eager")
     with pytest.raises(CaptureError, match="compiled code is called inside"):
         capture(inner, torch.ones(3))
@@ -46,7 +46,7 @@ def test_one_without_an_operator_is_refused_too():
     assert out.tolist() == [2.0] * 3
 
 
-def test_compiled_code_inside_of_a_custom_operator_is_part_of_it(backend):
+def test_compiled_code_inside_a_custom_operator_is_replayed_with_the_operator(backend):
     inner = torch.compile(lambda x: (x * 2).sin(), backend=backend)
 
     @torch.library.custom_op("graphrt_tests::compiled_inside", mutates_args=())
@@ -60,14 +60,14 @@ def test_compiled_code_inside_of_a_custom_operator_is_part_of_it(backend):
     assert same(out, operator(x) + 1)
 
 
-def test_what_dynamo_leaves_alone_is_recorded():
+def test_a_function_disabled_for_dynamo_is_captured():
     plain = torch._dynamo.disable(lambda x: x * 2)
     graph, out = capture(lambda x: plain(x) + 1, torch.ones(3))
     graph.replay()
     assert out.tolist() == [3.0] * 3
 
 
-def test_code_of_inductor_that_is_called_without_dynamo_is_refused():
+def test_inductor_code_called_directly_inside_a_capture_is_refused():
     if not (shutil.which("g++") or shutil.which("clang++")):
         print("skipped: inductor on the CPU needs a C++ compiler")
         pytest.skip("no C++ compiler")

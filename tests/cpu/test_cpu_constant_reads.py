@@ -93,7 +93,7 @@ WRONG_MASKS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("forward", WRONG_MASKS.values(), ids=WRONG_MASKS)
-def test_a_mask_that_is_no_constant_is_refused(forward) -> None:
+def test_indexing_by_a_mask_that_is_no_constant_is_refused(forward) -> None:
     x = torch.ones(3, 2)
     with pytest.raises(RefusedOpError, match="mask"):
         KeyedGraphs().capture(1, lambda: forward(x))
@@ -115,7 +115,9 @@ WRONG: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("name", RIGHT)
-def test_what_follows_from_python_data_alone_is_read(name: str, inference: bool) -> None:
+def test_host_reads_of_values_that_follow_from_python_data_are_captured(
+    name: str, inference: bool
+) -> None:
     x = torch.randn(4, 2)
     with torch.inference_mode(inference):
         graph = KeyedGraphs().capture(1, lambda: RIGHT[name](x))
@@ -126,13 +128,15 @@ def test_what_follows_from_python_data_alone_is_read(name: str, inference: bool)
 
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("name", WRONG)
-def test_what_may_be_another_value_at_a_replay_is_refused(name: str, inference: bool) -> None:
+def test_host_reads_of_values_that_may_differ_at_a_replay_are_refused(
+    name: str, inference: bool
+) -> None:
     x = torch.randn(4, 2)
     with torch.inference_mode(inference), pytest.raises(CaptureSyncError):
         KeyedGraphs().capture(1, lambda: WRONG[name](x))
 
 
-def test_steps_of_a_runner_are_hits() -> None:
+def test_runner_steps_with_constant_host_reads_are_replayed() -> None:
     runner = GraphRunner(
         _positions,
         inputs={"x": InputSpec(torch.float32, ("tokens", 2))},

@@ -50,7 +50,7 @@ print(out.tolist() == [[3.0] * 4] * 2, runner.last_dispatch.reason.name)
     ("strict", "lines"),
     [(False, ["1 2 1", "True HIT"]), (True, ["refused True", "0 2 1", "True HIT"])],
 )
-def test_a_size_that_does_not_fit_into_memory_is_dropped_by_name(strict, lines):
+def test_a_capture_size_that_does_not_fit_into_memory_is_dropped_by_name(strict, lines):
     done = starts.run("-c", textwrap.dedent(PROGRAM % strict))
     assert done.stdout.splitlines() == lines, done.stderr[-2000:]
 
@@ -63,7 +63,7 @@ def test_a_size_that_does_not_fit_into_memory_is_dropped_by_name(strict, lines):
         (ResourceExhaustedError("full"), ResourceExhaustedError),
     ],
 )
-def test_lack_of_memory_is_told_from_other_errors(error, kind):
+def test_out_of_memory_errors_are_recognised_on_the_cpu(error, kind):
     cpu = get_platform("cpu")
     assert type(cpu.explain(error)) is kind
     assert not isinstance(cpu.explain(RuntimeError("no memory of it")), ResourceExhaustedError)

@@ -166,7 +166,7 @@ def flat(value):
 
 @pytest.mark.parametrize("inference", [False, True], ids=["no_grad", "inference_mode"])
 @pytest.mark.parametrize("name", CASES)
-def test_capture_and_replay_equal_eager(name, inference):
+def test_capture_and_replay_of_each_operator_equal_eager(name, inference):
     torch.manual_seed(0)
     forward, x = CASES[name], torch.randn(4, 6)
     with torch.inference_mode(inference), torch.no_grad():
@@ -198,7 +198,7 @@ def test_a_custom_operator_that_returns_another_shape_at_replay_is_named():
         graph.replay()
 
 
-def test_autocast_inside_the_forward_is_recorded():
+def test_casts_of_autocast_inside_the_forward_are_replayed():
     x, weight = torch.randn(4, 6), torch.randn(3, 6)
 
     def forward():
@@ -214,7 +214,7 @@ def test_autocast_inside_the_forward_is_recorded():
     assert same(out, expected)
 
 
-def test_the_user_may_end_a_profiler_range_inside_a_capture():
+def test_a_profiler_range_may_begin_and_end_inside_a_capture():
     x = torch.ones(3)
 
     def forward():
@@ -226,7 +226,7 @@ def test_the_user_may_end_a_profiler_range_inside_a_capture():
     assert out.tolist() == [2.0] * 3
 
 
-def test_an_out_variant_that_computes_something_else_is_not_used(monkeypatch):
+def test_an_out_variant_that_computes_a_different_result_is_not_used(monkeypatch):
     other = operator_of(torch.ops.aten.expm1.out)
     monkeypatch.setattr(lowering, "out_variant", lambda op: (other, ("out",), frozenset()))
     x = torch.randn(5)
@@ -248,7 +248,7 @@ def test_a_binding_that_issues_another_operator_is_not_used(monkeypatch):
     assert same(out, x.exp())
 
 
-def test_silent_updates_of_statistics_happen_once_per_call():
+def test_native_batch_norm_updates_its_statistics_once_per_call():
     x, eager, captured = torch.randn(8, 3), torch.zeros(2, 3), torch.zeros(2, 3)
 
     def forward(stats):
@@ -271,7 +271,7 @@ def test_an_output_that_nothing_reads_is_not_copied_at_replay():
     assert len(step.lowered.copies) == 1
 
 
-def test_a_kernel_that_conjugates_inside_gives_the_capturing_call_what_eager_code_gets():
+def test_an_operator_that_conjugates_inside_gives_eager_results():
     x = torch.complex(torch.randn(3, 2), torch.randn(3, 2))
     graph, out = capture(torch.pinverse, x)
     with torch.no_grad():
@@ -299,7 +299,7 @@ def test_the_body_of_a_custom_operator_sees_conjugated_tensors_as_they_are():
         lambda x: x.set_(torch.ones(3)),
     ],
 )
-def test_another_shape_of_a_tensor_from_outside_is_refused_and_not_made(change):
+def test_an_in_place_shape_change_of_an_outside_tensor_is_refused_and_undone(change):
     x = torch.randn(4, 6)
     before = x.clone()
     with pytest.raises(RefusedOpError, match="no replay repeats"):
@@ -307,7 +307,7 @@ def test_another_shape_of_a_tensor_from_outside_is_refused_and_not_made(change):
     assert same(x, before)
 
 
-def test_a_view_of_a_tensor_from_outside_may_change_its_shape():
+def test_a_view_of_an_outside_tensor_may_change_its_shape_in_place():
     x = torch.randn(4, 6)
     graph, out = capture(lambda x: x.view(2, 12).t_() * 2, x)
     x.copy_(torch.randn(4, 6))
@@ -315,7 +315,7 @@ def test_a_view_of_a_tensor_from_outside_may_change_its_shape():
     assert same(out, x.view(2, 12).t() * 2)
 
 
-def test_a_change_of_metadata_that_changes_nothing_is_captured():
+def test_an_in_place_squeeze_without_effect_is_captured():
     x = torch.randn(4, 6)
     graph, out = capture(lambda x: x.squeeze_() + 1, x)
     graph.replay()

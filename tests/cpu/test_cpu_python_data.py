@@ -50,7 +50,7 @@ def accumulate(make):
 
 @pytest.mark.parametrize("inference", [False, True], ids=["no_grad", "inference_mode"])
 @pytest.mark.parametrize("name", MADE)
-def test_a_constant_that_is_written_starts_every_replay_with_its_captured_value(name, inference):
+def test_a_constant_that_the_forward_writes_is_reset_at_every_replay(name, inference):
     x = torch.randn(4)
     graph, out = capture(accumulate(MADE[name]), x, inference=inference)
     for _ in range(3):
@@ -59,14 +59,14 @@ def test_a_constant_that_is_written_starts_every_replay_with_its_captured_value(
         assert same(out, x * 1)
 
 
-def test_a_constant_that_the_caller_writes_afterwards_is_whole_at_the_next_replay():
+def test_a_constant_that_the_caller_overwrites_is_reset_at_the_next_replay():
     graph, out = capture(lambda: torch.tensor([1.0, 2.0]))
     out.zero_()
     graph.replay()
     assert out.tolist() == [1.0, 2.0]
 
 
-def test_a_constant_that_a_later_segment_writes_starts_every_step_with_its_value():
+def test_a_constant_that_a_later_segment_writes_is_reset_at_every_step():
     arena, x = Arena(), torch.ones(2)
     first, total = capture(lambda: torch.tensor([1.0, 2.0]), arena=arena)
     second, out = capture(lambda: total.add_(x) * 1, arena=arena)
@@ -76,7 +76,7 @@ def test_a_constant_that_a_later_segment_writes_starts_every_step_with_its_value
         assert out.tolist() == [2.0, 3.0]
 
 
-def test_constants_in_blocks_that_were_used_before_are_not_overwritten():
+def test_constants_in_reused_arena_blocks_keep_their_values():
     def forward(x):
         y = torch.zeros(4)
         y[[0, 2]] = torch.tensor([1.0, 2.0])
@@ -91,12 +91,12 @@ def test_constants_in_blocks_that_were_used_before_are_not_overwritten():
         assert same(out, forward(x))
 
 
-def test_a_constant_that_is_only_read_costs_a_replay_nothing():
+def test_a_constant_that_is_only_read_adds_no_kernel_to_a_replay():
     graph, _ = capture(lambda x: x + torch.tensor([1.0, 2.0]), torch.ones(2))
     assert graph.kernels == 1
 
 
-def test_a_custom_operator_that_hides_a_write_gets_the_captured_value():
+def test_a_constant_silently_updated_by_batch_norm_is_reset_at_every_replay():
     x = torch.ones(3)
 
     def forward():
@@ -112,13 +112,13 @@ def test_a_custom_operator_that_hides_a_write_gets_the_captured_value():
 
 @pytest.mark.parametrize("inference", [False, True], ids=["no_grad", "inference_mode"])
 @pytest.mark.parametrize("name", WRAPPED)
-def test_wrapped_memory_of_the_host_that_is_written_is_refused(name, inference):
+def test_writing_host_memory_wrapped_inside_the_capture_is_refused(name, inference):
     with pytest.raises(RefusedOpError, match="wrapped inside of the capture") as caught:
         capture(accumulate(lambda x: WRAPPED[name]()), torch.ones(4), inference=inference)
     assert "test_cpu_python_data.py" in caught.value.source
 
 
-def test_memory_that_was_wrapped_before_the_capture_is_state():
+def test_host_memory_wrapped_before_the_capture_is_updated_by_replays():
     cache, x = torch.from_numpy(np.zeros(4, np.float32)), torch.ones(4)
     graph, _ = capture(lambda: cache.add_(x))
     graph.replay()

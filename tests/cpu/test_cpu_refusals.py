@@ -96,7 +96,7 @@ def test_a_host_read_is_refused_with_operator_source_and_advice(name, inference)
 
 
 @pytest.mark.parametrize("inference", [False, True], ids=["no_grad", "inference_mode"])
-def test_lengths_that_no_replay_changes_may_be_read_through_a_pointer(inference):
+def test_constant_lengths_may_be_read_on_the_host_by_an_operator(inference):
     def forward() -> tuple[torch.Tensor, ...]:
         lengths = torch.tensor([2, 1, 1])
         padded, _ = rnn.pad_packed_sequence(rnn.PackedSequence(x[:, None], lengths))
@@ -111,7 +111,7 @@ def test_lengths_that_no_replay_changes_may_be_read_through_a_pointer(inference)
             assert torch.equal(out, expected)
 
 
-def test_operators_that_read_through_a_pointer_are_called_as_they_are_outside_of_a_capture():
+def test_tensor_split_works_as_usual_after_a_refused_capture():
     capture(lambda: X + 1)
     with pytest.raises(CaptureSyncError):
         capture(lambda: X.tensor_split(PLACES))
@@ -131,7 +131,7 @@ def test_a_shape_that_depends_on_data_is_refused(name, inference):
 
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("classes", [-1, 4])
-def test_one_hot_is_refused_with_what_can_be_captured(classes, inference):
+def test_one_hot_is_refused_with_advice_that_can_be_captured(classes, inference):
     with pytest.raises(CaptureSyncError, match="one_hot") as caught:
         capture(lambda: F.one_hot(REPEATS, classes), inference=inference)
     assert caught.value.advice is not None
@@ -147,7 +147,7 @@ def test_one_hot_is_refused_with_what_can_be_captured(classes, inference):
     "read",
     [lambda: F.one_hot(X.long(), X.sum().item()), lambda: F.one_hot(X.long(), X.max().item())],
 )
-def test_a_read_beside_one_hot_is_not_taken_for_its_own(read):
+def test_a_host_read_for_an_argument_of_one_hot_is_refused_as_host_read(read):
     with pytest.raises(CaptureSyncError, match="read tensor data on the host"):
         capture(read)
 
@@ -173,7 +173,7 @@ def encode(check: str, **options: bool) -> tuple[nn.Module, GraphRunner]:
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("check", ["off", "sample"])
-def test_an_encoder_of_nested_tensors_is_refused_with_what_serves_it(check):
+def test_an_encoder_that_makes_nested_tensors_is_refused_with_advice(check):
     _, refused = encode(check)
     with pytest.raises(CaptureSyncError, match="nested") as caught:
         refused.capture()
@@ -222,7 +222,7 @@ def test_repeats_with_a_given_output_size_pass(inference):
     assert out.tolist() == X.repeat_interleave(REPEATS).tolist()
 
 
-def test_another_thread_may_read_while_this_one_captures():
+def test_another_thread_may_read_tensor_data_during_a_capture():
     seen: list[object] = []
 
     def read() -> None:
@@ -304,7 +304,7 @@ def test_a_dispatch_mode_left_open_is_named_and_survives_the_abort():
     assert not is_in_torch_dispatch_mode()
 
 
-def test_a_mode_of_the_user_around_the_capture_goes_on_seeing_operators():
+def test_a_dispatch_mode_around_a_capture_still_sees_operators():
     from torch.utils._python_dispatch import TorchDispatchMode
 
     seen = []
@@ -323,7 +323,7 @@ def test_a_mode_of_the_user_around_the_capture_goes_on_seeing_operators():
     assert out.tolist() == (X + 1).tolist()
 
 
-def test_aborting_twice_and_without_a_capture_does_nothing():
+def test_aborting_twice_or_without_a_capture_does_nothing():
     graph = TapeGraph()
     graph.capture_abort()
     graph.capture_begin(Arena())
@@ -386,7 +386,7 @@ _doubled = eager_break(lambda x: x * 2)
 _library.impl("attend", lambda x, out: out.copy_(_doubled(x)), "CompositeExplicitAutograd")
 
 
-def test_an_operator_whose_kernel_breaks_is_refused_with_where_to_break():
+def test_an_operator_that_breaks_inside_is_refused_with_advice_to_use_breaks():
     def forward(x):
         out = torch.empty_like(x)
         torch.ops.graphrt_cpu_refusals.attend(x + 1, out)

@@ -51,7 +51,7 @@ def test_the_capturing_call_itself_returns_what_eager_returns():
     assert same(out, expected)
 
 
-def test_the_arena_needs_less_than_half_of_outputs_kept_apart():
+def test_the_arena_needs_less_than_half_the_memory_of_all_outputs():
     arena, sizes = Arena(), list[int]()
     allocate = arena._allocate
     arena._allocate = lambda nbytes: sizes.append(nbytes) or allocate(nbytes)  # type: ignore
@@ -135,7 +135,7 @@ def test_a_block_dropped_inside_a_capture_is_used_again_inside_it():
     assert out.eq(7).all()
 
 
-def test_a_segment_continues_in_the_arena_of_the_one_before():
+def test_a_segment_uses_the_arena_of_the_segment_before():
     arena, x = Arena(), torch.arange(4.0)
     first, a = capture(lambda: x + 1, arena=arena)
     eager = torch.zeros(4)
@@ -182,7 +182,7 @@ def test_batch_norm_in_training_updates_its_statistics_once_per_call():
         assert same(a, b)
 
 
-def test_a_graph_without_a_capture_refuses_to_replay():
+def test_a_reset_graph_refuses_to_replay():
     graph, _ = capture(lambda: torch.ones(3) + 1)
     graph.reset()
     with pytest.raises(CaptureError, match="nothing was captured"):

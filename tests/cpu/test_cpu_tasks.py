@@ -90,7 +90,7 @@ def violations(task):
 
 
 @pytest.mark.parametrize("name", list(violations(Captured())))
-def test_a_violation_names_both_sides_and_changes_nothing(name):
+def test_a_refused_task_update_names_got_and_expected_and_changes_nothing(name):
     task = Captured()
     task.graph.update_task(task.handle, task.issue([1, 2, 3]))
     with pytest.raises(TaskContractError) as caught:
@@ -139,9 +139,7 @@ def captured_task(issue, inference):
     ],
     ids=["a default given", "a default left", "composite", "tensors in a list"],
 )
-def test_arguments_with_defaults_and_lists_of_tensors_are_those_of_the_update(
-    first, then, inference
-):
+def test_a_task_update_replaces_default_arguments_and_keeps_tensor_lists(first, then, inference):
     graph, out, update = captured_task(first, inference)
     update(then)
     x, expected = torch.arange(12.0).view(3, 4), torch.zeros(3, 4)
@@ -170,7 +168,7 @@ def test_arguments_with_defaults_and_lists_of_tensors_are_those_of_the_update(
         ),
     ],
 )
-def test_other_tensors_in_a_list_or_left_out_are_refused_by_their_places(first, then, told):
+def test_a_task_update_with_different_tensors_is_refused_naming_the_argument(first, then, told):
     graph, out, update = captured_task(first, False)
     graph.replay()
     before = out.clone()
@@ -182,7 +180,7 @@ def test_other_tensors_in_a_list_or_left_out_are_refused_by_their_places(first, 
     assert out.equal(before)
 
 
-def test_an_error_inside_issue_changes_nothing():
+def test_an_error_inside_issue_of_a_task_changes_nothing():
     task = Captured()
 
     def fails():
@@ -226,7 +224,7 @@ def test_a_handle_of_another_graph_is_refused():
         other.update_task(task.handle, task.issue([1, 1, 1]))
 
 
-def test_the_platform_updates_only_what_changed():
+def test_the_platform_applies_a_task_update_only_if_changed():
     task, platform = Captured(), CpuPlatform()
     update = [SimpleNamespace(handle=task.handle, issue=task.issue([2, 2, 2]))]
     platform.replay_updated(task.graph, update, changed=True)

@@ -81,7 +81,7 @@ SETTINGS: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
 }
 
 
-def test_the_table_has_every_setting():
+def test_the_table_of_this_test_has_every_compared_setting():
     modes = {"torch function modes", "torch dispatch modes"}  # test_modes.py
     assert {*SETTINGS, "autocast dtype", *modes} == {*Ambient("cpu")._now()}
 
@@ -103,7 +103,7 @@ def seen_by(request, way):
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_setting_that_changes_is_named_with_both_values_and_holds_again(name, seen_by):
+def test_a_changed_setting_is_named_with_both_values_until_set_back(name, seen_by):
     change, back = SETTINGS[name]
     ambient = Ambient("cpu")
     assert ambient.holds() and ambient.differences() == []
@@ -117,7 +117,7 @@ def test_a_setting_that_changes_is_named_with_both_values_and_holds_again(name, 
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_settings_of_the_capture_are_what_is_compared_with(name, seen_by):
+def test_settings_are_compared_with_those_at_capture(name, seen_by):
     change, back = SETTINGS[name]
     change()
     ambient = Ambient("cpu")
@@ -151,14 +151,14 @@ def test_the_dtype_of_autocast_counts_where_autocast_is_on(way):
     assert on.differences() == ["autocast dtype: torch.bfloat16, torch.float16 at capture"]
 
 
-def test_autocast_of_another_device_is_none_of_ours(way):
+def test_autocast_of_another_device_is_not_compared(way):
     ambient = Ambient("cpu")
     torch.set_autocast_enabled("cuda", True)
     assert ambient.differences() == [] and ambient.holds()
 
 
 @pytest.mark.parametrize("harmless", ["gradients", "inference mode", "threads"])
-def test_what_no_replay_depends_on_is_taken_for_harmless(harmless, way):
+def test_changed_grad_mode_inference_mode_and_threads_count_as_harmless(harmless, way):
     ambient = Ambient("cpu")
     if harmless == "threads":
         torch.set_num_threads(torch.get_num_threads() + 1)
@@ -171,7 +171,7 @@ def test_what_no_replay_depends_on_is_taken_for_harmless(harmless, way):
     assert ambient.differences() == [] and ambient.holds()
 
 
-def test_several_changes_are_all_named(way):
+def test_several_changed_settings_are_all_named(way):
     ambient = Ambient("cpu")
     SETTINGS["autocast"][0]()
     SETTINGS["default dtype"][0]()
@@ -182,7 +182,7 @@ def test_several_changes_are_all_named(way):
     ]
 
 
-def test_what_was_harmless_hides_nothing_that_is_not(way):
+def test_after_a_harmless_change_a_harmful_change_is_still_found(way):
     ambient = Ambient("cpu")
     torch.set_num_threads(torch.get_num_threads() + 1)
     assert ambient.differences() == []

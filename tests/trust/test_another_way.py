@@ -98,7 +98,7 @@ def steps(runner):
         (Rounds, "FULL_AND_PIECEWISE"),
     ],
 )
-def test_rounding_is_allowed_and_noted(forward, mode, outputs):
+def test_a_capture_by_other_operators_may_differ_by_rounding_and_is_noted(forward, mode, outputs):
     runner = runner_of(forward(), mode, outputs)
     assert set(steps(runner)) == {"HIT"}
     trials = [each for each in runner.report().trust.trials if each.status == "tried"]
@@ -108,7 +108,7 @@ def test_rounding_is_allowed_and_noted(forward, mode, outputs):
     assert "where the graph has aten.slice" in notes and "test_another_way.py" in notes
 
 
-def test_what_is_beyond_rounding_is_quarantined_with_the_operator():
+def test_a_capture_that_differs_beyond_rounding_is_quarantined_naming_the_operator():
     runner = runner_of(IsWrong())
     with pytest.warns(GraphQuarantinedWarning, match="the graph has aten.mul"):
         runner(x=torch.randn(4, WIDTH))
@@ -116,7 +116,7 @@ def test_what_is_beyond_rounding_is_quarantined_with_the_operator():
 
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
-def test_the_same_operators_have_to_give_equal_bits(mode):
+def test_a_capture_by_the_same_operators_must_give_equal_bits(mode):
     runner = runner_of(IsWrongByTheSameOperators(), mode)
     with pytest.warns(GraphQuarantinedWarning, match="expected: equal bits"):
         runner(x=torch.randn(4, WIDTH))
@@ -144,7 +144,7 @@ class Parts:
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("outputs", ["pool", "static"])
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
-def test_the_operators_of_a_capture_are_those_of_eager_runs(mode, outputs, inference):
+def test_a_capture_records_the_operators_of_the_eager_warm_up(mode, outputs, inference):
     forward = Parts()
     forward(torch.ones(1, WIDTH))
     with torch.inference_mode(inference):
@@ -167,7 +167,7 @@ def attribute(owner, name, value):
 CONVOLUTION, PRODUCT = torch.ops.aten.convolution.default, torch.ops.aten.mm.default
 
 
-def test_a_setting_of_convolutions_counts_where_there_are_some():
+def test_the_float32_precision_of_convolutions_counts_only_with_convolutions():
     def precision(use: str) -> str:
         return "tf32" if use == "convolution" else "ieee"
 
@@ -176,7 +176,7 @@ def test_a_setting_of_convolutions_counts_where_there_are_some():
     assert rounding_of([torch.bfloat16], [CONVOLUTION], precision) == 1e-1
 
 
-def test_the_cpu_knows_its_settings():
+def test_the_cpu_platform_reads_float32_precision_from_mkldnn():
     from graphrt.platforms import get_platform
 
     mkldnn, of = torch.backends.mkldnn, get_platform("cpu").float32_precision
@@ -187,7 +187,7 @@ def test_the_cpu_knows_its_settings():
 
 
 @pytest.mark.cuda
-def test_a_gpu_knows_the_settings_of_products_and_of_convolutions():
+def test_the_gpu_platform_reads_float32_precision_of_matmuls_and_convolutions():
     from graphrt.platforms import get_platform
 
     of = get_platform("cuda").float32_precision

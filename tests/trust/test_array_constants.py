@@ -46,7 +46,9 @@ def same(runner: GraphRunner, forward: Any, x: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 @pytest.mark.parametrize("way", WAYS)
-def test_arrays_are_lifted(device: str, way: str, mode: str) -> None:
+def test_numpy_array_constants_are_replayed_with_eager_results(
+    device: str, way: str, mode: str
+) -> None:
     table = np.arange(8, dtype=np.float32)
 
     def forward(x: torch.Tensor) -> torch.Tensor:
@@ -80,7 +82,7 @@ def test_an_array_that_is_written_is_named_with_its_line(device: str, way: str) 
     assert runner.last_dispatch.reason is Reason.HIT
 
 
-def test_an_array_that_is_written_before_the_trial_is_named_by_it(device: str) -> None:
+def test_an_array_written_before_the_trial_is_named_by_the_trial(device: str) -> None:
     table = np.arange(8, dtype=np.float32)
 
     def forward(x: torch.Tensor) -> torch.Tensor:
@@ -103,7 +105,7 @@ class Fresh(torch.nn.Module):
         return x * torch.from_numpy(np.full(8, self.scale, np.float32)).to(x.device)  # the line
 
 
-def test_values_that_are_new_at_a_trial_are_named_with_their_line(device: str) -> None:
+def test_an_array_with_new_values_at_a_trial_is_named_with_its_line(device: str) -> None:
     model = Fresh()
     runner = runner_of(model)
     x = rows(device)

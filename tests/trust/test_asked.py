@@ -42,7 +42,7 @@ def runner_of(forward, mode="FULL", **options):
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 @pytest.mark.parametrize("order", [["no_grad", "nothing"], ["nothing", "inference", "no_grad"]])
 @pytest.mark.parametrize("forward", [asks_for_gradients, asks_for_inference_mode])
-def test_every_step_is_what_eager_is_where_it_is_called(forward, order, mode):
+def test_a_forward_that_asks_for_grad_mode_gives_eager_results_in_every_mode(forward, order, mode):
     runner = runner_of(forward, mode)
     for name in order * 3:
         for rows in (4, 3, 1):
@@ -94,7 +94,7 @@ class Keeps(torch.nn.Module):
 
 @pytest.mark.parametrize("name", AROUND)
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
-def test_what_is_the_same_by_rounding_replays_wherever_it_is_called(mode, name):
+def test_a_forward_that_differs_by_rounding_replays_in_every_grad_mode(mode, name):
     torch.manual_seed(0)
     model = Keeps().eval()
     with warnings.catch_warnings(), AROUND[name]():
@@ -139,7 +139,7 @@ def test_a_profiler_in_python_sees_the_forward_and_changes_no_trial():
     assert seen.count(("forward", "call")) == runs
 
 
-def test_under_a_profiler_in_c_a_forward_counts_as_asking():
+def test_under_a_profiler_in_c_a_forward_counts_as_asking_for_grad_mode():
     assert runs_of_first_step(Opaque()) == runs_of_first_step() + 1
 
 

@@ -69,7 +69,7 @@ def test_weights_written_in_place_reach_graphs_captured_under_autocast(
     assert torch.is_autocast_cache_enabled()
 
 
-def test_without_autocast_code_that_torch_compiled_stays_what_it_was() -> None:
+def test_without_autocast_a_capture_leaves_the_autocast_cache_setting_on() -> None:
     """Torch guards compiled code by this setting, and compiles it anew for another one."""
     seen = []
 
@@ -118,7 +118,7 @@ class KeepsCasts(Model):
 @pytest.mark.parametrize(
     ("way", "mode"), [("operator", "FULL"), ("operator", "PIECEWISE"), ("part", "PIECEWISE")]
 )
-def test_a_graph_reads_no_cast_that_code_outside_of_it_has_made(
+def test_a_graph_reads_no_autocast_copy_made_by_code_outside_the_graph(
     way: str, mode: str, made: str
 ) -> None:
     model = KeepsCasts(way, made).eval()

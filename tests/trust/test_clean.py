@@ -196,18 +196,18 @@ def check_no_alarm(layer: type[Layer], host: Host, device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layer", PLAIN)
-def test_what_a_forward_does_on_the_side_raises_no_alarm(layer, device):
+def test_counting_logging_and_timing_in_a_forward_raise_no_alarm(layer, device):
     check_no_alarm(layer, Host(), device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layer", MIXING)
-def test_rows_that_are_mixed_by_design_raise_no_alarm(layer, device):
+def test_mixed_rows_declared_as_by_design_raise_no_alarm(layer, device):
     check_no_alarm(layer, mixing(), device)
 
 
 @pytest.mark.parametrize("layer", MIXING)
-def test_those_forwards_do_mix_rows(layer):
+def test_the_mixing_forwards_of_this_file_do_mix_rows(layer):
     torch.manual_seed(0)
     module = layer().eval()
     inputs = random_step(4, 0, "cpu")

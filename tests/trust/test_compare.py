@@ -65,7 +65,7 @@ OTHER_NAN = torch.tensor([*struct.pack("<I", 0x7FC00001)], dtype=torch.uint8).vi
     ],
     ids=lambda value: "" if isinstance(value, torch.Tensor) else str(value),
 )
-def test_one_value_is_so_far_from_another(got, expected, relative):
+def test_the_relative_difference_of_two_values(got, expected, relative):
     found = difference(got, expected)
     assert (None if found is None else found.relative) == (
         None if relative is None else pytest.approx(relative)
@@ -86,21 +86,21 @@ def test_a_few_integers_may_be_flipped_by_rounding(dtype, flips, rounded, relati
     assert found is None or found.text.startswith(f"{flips} of 16 values, by at most 100")
 
 
-def test_unless_values_were_rounded_every_integer_counts():
+def test_without_rounding_a_single_changed_integer_is_an_infinite_difference():
     expected = torch.zeros(64, dtype=torch.int64)
     got = expected.clone()
     got[0] = 1
     assert difference(got, expected).relative == inf
 
 
-def test_truths_are_never_flipped_by_rounding():
+def test_a_flipped_boolean_is_never_excused_by_rounding():
     got, expected = torch.zeros(64, dtype=torch.bool), torch.zeros(64, dtype=torch.bool)
     got[0] = True
     assert difference(got, expected, rounded=True).relative == inf
 
 
 @pytest.mark.xfail(strict=True, reason="integers are compared as float64, which has 53 bits")
-def test_large_integers_are_counted_one_by_one():
+def test_a_difference_of_one_between_large_integers_is_found():
     expected = torch.full((8,), 1 << 60)
     found = difference(expected + 1, expected, rounded=True)
     assert found.relative == inf and found.text.startswith("8 of 8 values")
@@ -123,11 +123,11 @@ class Pair(NamedTuple):
         (torch.zeros(2), torch.zeros(3), "torch.float32 (2,), not torch.float32 (3,)"),
     ],
 )
-def test_where_trees_differ_is_said(got, expected, text):
+def test_a_difference_of_trees_is_described_with_its_place(got, expected, text):
     assert text in difference(got, expected).text
 
 
-def test_the_largest_of_several_differences_is_the_one():
+def test_the_largest_of_several_differences_is_reported():
     expected = [floats(1, 1), floats(1, 1), floats(1, 1)]
     found = difference([floats(1, 1.5), floats(1, 3), floats(1, 1)], expected)
     assert found.relative == 2 and found.text == "1 of 2 values, by at most 2 at [1]"
@@ -135,7 +135,7 @@ def test_the_largest_of_several_differences_is_the_one():
     assert difference([floats(0.0), floats(1)], [floats(-0.0), floats(1)]).relative == 0
 
 
-def test_equal_trees_and_gradients_are_no_difference():
+def test_equal_trees_of_tensors_with_gradients_have_no_difference():
     leaf = torch.ones(2, requires_grad=True)
     assert difference({"a": [leaf, 1, None]}, {"a": [leaf.clone(), 1, None]}) is None
     assert difference(leaf * 2, leaf).relative == 1
@@ -154,10 +154,10 @@ def test_equal_trees_and_gradients_are_no_difference():
         ([torch.float8_e4m3fn], 1e-1),
     ],
 )
-def test_rounding_is_of_the_coarsest_dtype(dtypes, rounding):
+def test_the_rounding_tolerance_is_that_of_the_coarsest_dtype(dtypes, rounding):
     assert rounding_of(iter(dtypes), [], lambda use: "ieee") == rounding
 
 
 @pytest.mark.parametrize(("dtype", "rounding"), [(torch.float32, 1e-2), (torch.bfloat16, 1e-1)])
-def test_tf32_makes_it_coarser(dtype, rounding):
+def test_tf32_raises_the_rounding_tolerance_of_float32(dtype, rounding):
     assert rounding_of([dtype], [], lambda use: "tf32") == rounding

@@ -96,7 +96,7 @@ def runner_of(
 
 @pytest.mark.parametrize("kind", [Model, Long, Index, Masked, Mask, MaskOnTheLeft])
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
-def test_data_that_the_host_changes_before_the_trial_is_named(kind: Any, mode: str) -> None:
+def test_python_data_changed_before_the_trial_is_named_with_its_line(kind: Any, mode: str) -> None:
     model = kind()
     runner = runner_of(model, mode)
     runner.capture()
@@ -108,7 +108,7 @@ def test_data_that_the_host_changes_before_the_trial_is_named(kind: Any, mode: s
     assert runner.last_dispatch.reason.name == "QUARANTINED"
 
 
-def test_a_trial_that_is_asked_for_raises_it() -> None:
+def test_verify_raises_for_changed_python_data() -> None:
     model = Model()
     runner = runner_of(model)
     runner.capture()
@@ -120,14 +120,14 @@ def test_a_trial_that_is_asked_for_raises_it() -> None:
     runner.verify(x=torch.ones(4, 8))
 
 
-def test_data_that_is_new_at_every_call_is_named() -> None:
+def test_verify_raises_for_python_data_that_is_new_at_every_call() -> None:
     runner = runner_of(Clock())
     runner.capture()
     with pytest.raises(BakedScalarError, match="# the line"):
         runner.verify(x=torch.ones(4, 8))
 
 
-def test_at_another_size_than_the_warm_ups_two_runs_of_a_trial_show_that_data_is_new() -> None:
+def test_verify_at_a_smaller_size_raises_for_data_that_is_new_at_every_call() -> None:
     runner = runner_of(Clock(), sizes=[2, 4])
     runner.capture()
     with pytest.raises(BakedScalarError, match="# the line"):
@@ -138,7 +138,7 @@ def test_at_another_size_than_the_warm_ups_two_runs_of_a_trial_show_that_data_is
 @pytest.mark.parametrize(
     ("kind", "mode"), [(Unused, "FULL"), (OfArray, "FULL"), (InPart, "PIECEWISE")]
 )
-def test_data_that_no_graph_has_may_change(kind: Any, mode: str) -> None:
+def test_python_data_that_no_graph_uses_may_change(kind: Any, mode: str) -> None:
     model = kind()
     runner = runner_of(model, mode)
     runner.capture()

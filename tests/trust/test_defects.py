@@ -24,14 +24,14 @@ def cases(clean: bool | None = None) -> list[object]:
 
 
 @pytest.mark.parametrize(("each", "device"), cases(clean=False))
-def test_by_default_a_defect_is_found_as_the_table_says(each: Defect, device: str):
+def test_at_the_default_level_a_defect_has_the_outcome_of_the_table(each: Defect, device: str):
     outcome = run(each, "capture", device)
     assert as_expected(outcome, each.expected_on(device)), outcome
     assert each.drifts or outcome.wrong_after == 0, outcome
 
 
 @pytest.mark.parametrize(("each", "device"), cases(clean=False))
-def test_nothing_is_silent_or_said_too_late_at_always(each: Defect, device: str):
+def test_at_level_always_every_defect_is_right_or_named_in_time(each: Defect, device: str):
     outcome = run(each, "always", device)
     assert outcome.word in ("right", "named"), outcome
     assert each.drifts or outcome.wrong_after == 0, outcome
@@ -39,7 +39,9 @@ def test_nothing_is_silent_or_said_too_late_at_always(each: Defect, device: str)
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(("each", "device"), cases(clean=True))
-def test_a_clean_forward_is_replayed_and_nothing_is_said(each: Defect, device: str, level: str):
+def test_a_clean_forward_is_replayed_without_warnings_at_every_level(
+    each: Defect, device: str, level: str
+):
     if each.watched and level == "off" and device == "cuda":
         pytest.skip("at off nobody keeps alive what a warm-up has made")
     outcome = run(each, level, device)

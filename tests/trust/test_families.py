@@ -35,7 +35,7 @@ def check_clean(outcome: Outcome) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", CLEAN)
-def test_two_sequences_by_one_graph_are_eagers_without_a_finding(name, device):
+def test_two_sequences_decode_as_in_eager_without_warnings(name, device):
     check_clean(families.decode(name, device))
 
 
@@ -45,7 +45,7 @@ def test_two_sequences_by_one_graph_are_eagers_without_a_finding(name, device):
 )
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", CLEAN)
-def test_the_strictest_check_of_every_step_finds_nothing_either(name, device):
+def test_two_sequences_decode_without_warnings_at_level_always(name, device):
     check_clean(families.decode(name, device, check="always"))
 
 
@@ -76,7 +76,7 @@ def test_frequencies_that_follow_the_length_are_right_or_refused_with_their_line
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("prompt_length", [WINDOW - 3, WINDOW + 4], ids=["filling", "full"])
 @pytest.mark.parametrize("name", SLIDING)
-def test_a_sliding_cache_gives_eagers_tokens_or_is_named(name, prompt_length, device):
+def test_a_sliding_cache_decodes_as_in_eager_or_is_named(name, prompt_length, device):
     outcome = families.decode(name, device, prompt_length=prompt_length)
     if not outcome.findings:
         check_clean(outcome)
@@ -90,7 +90,7 @@ def test_a_sliding_cache_gives_eagers_tokens_or_is_named(name, prompt_length, de
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("name", SLIDING)
-def test_a_window_kept_in_tensors_needs_no_finding(name, cache, device):
+def test_a_sliding_window_kept_in_tensors_decodes_without_warnings(name, cache, device):
     check_clean(families.decode(name, device, new_cache=CACHES[cache]))
 
 
@@ -106,6 +106,6 @@ def eager_logits(name: str, new_cache: Any, length: int) -> torch.Tensor:
 @pytest.mark.parametrize("length", [WINDOW - 3, WINDOW, WINDOW + 4])
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("name", SLIDING)
-def test_a_window_kept_in_tensors_is_the_models_own_window(name, cache, length):
+def test_a_sliding_window_kept_in_tensors_equals_the_window_of_the_model(name, cache, length):
     own = eager_logits(name, None, length)
     torch.testing.assert_close(eager_logits(name, CACHES[cache], length), own, rtol=1e-4, atol=1e-4)

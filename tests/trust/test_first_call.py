@@ -108,7 +108,7 @@ def a_scale(table: torch.Tensor, x: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("fill", [a_table, a_scale])
 @pytest.mark.parametrize("mark", MARKS)
-def test_what_the_first_call_fills_in_place_is_refused_by_name(mark, fill):
+def test_a_table_filled_in_place_by_the_first_call_is_refused_by_name(mark, fill):
     with pytest.raises(PythonStateError, match="fills memory when it runs first") as raised:
         runner_of(mark(fill))
     assert re.search(r"got: .*table.*: .*table\.copy_\(", str(raised.value))
@@ -116,7 +116,7 @@ def test_what_the_first_call_fills_in_place_is_refused_by_name(mark, fill):
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
-def test_and_is_right_after_a_call_at_every_level_and_in_every_mode(level, mode):
+def test_a_table_filled_by_a_call_before_capture_is_right_at_every_level(level, mode):
     right, ran, said, _ = served(lambda: called(by_flag(a_table), 3), level=level, mode=mode)
     assert right and set(ran) == {Reason.HIT} and not said
 
@@ -127,12 +127,12 @@ def called(forward: Forward, *counts: int) -> Forward:
     return forward
 
 
-def test_a_scale_of_a_batch_before_the_capture_is_right():
+def test_a_scale_taken_from_a_batch_before_capture_is_right():
     right, ran, said, _ = served(lambda: called(by_flag(a_scale), 3))
     assert right and set(ran) == {Reason.HIT} and not said
 
 
-def test_after_a_refusal_the_first_call_is_still_to_come():
+def test_a_refused_capture_leaves_the_first_call_undone():
     forward = by_flag(a_scale)
     with pytest.raises(PythonStateError):
         runner_of(forward)
@@ -164,7 +164,7 @@ def a_table_of_some_sizes() -> Forward:
 
 
 @pytest.mark.parametrize("make", [rows_of_a_table, a_table_of_some_sizes])
-def test_a_table_that_each_size_fills_is_filled_before_at_each_size(make):
+def test_a_table_filled_by_each_size_needs_a_call_of_each_size_before_capture(make):
     sizes = [1, 2, 4, 8]
     for counts in ((), (8, 4, 2)):
         with pytest.raises(PythonStateError, match="fills memory when it runs first"):
@@ -195,7 +195,7 @@ def test_a_cache_that_the_first_call_clears_is_refused_by_name(was):
     assert "model.cache" in str(raised.value)
 
 
-def test_buffers_that_are_written_in_turn_are_put_back():
+def test_buffers_written_at_alternate_calls_are_put_back_after_capture():
     buffers, model = [torch.zeros(1), torch.zeros(1)], SimpleNamespace(at=0)
 
     def forward(x: torch.Tensor) -> torch.Tensor:
@@ -207,7 +207,7 @@ def test_buffers_that_are_written_in_turn_are_put_back():
     assert [each.item() for each in buffers] == [0, 0]
 
 
-def test_what_every_second_call_writes_is_put_back():
+def test_state_written_by_every_second_call_is_put_back_after_capture():
     sums, model = torch.zeros(1), SimpleNamespace(odd=False)
 
     def forward(x: torch.Tensor) -> torch.Tensor:

@@ -85,14 +85,14 @@ def test_autocast_reaches_the_body_of_an_operator(name, check, inference):
             assert runner.last_dispatch.reason.name == "HIT"
 
 
-def test_autocast_does_not_reach_into_bilinear_where_it_casts_for_it():
+def test_autocast_on_cuda_leaves_the_inner_operator_of_bilinear_alone():
     # On CUDA it widens what bilinear is given, and leaves its parts alone.
     assert "cuda" not in thread_mode._cast_inside(torch.ops.aten._trilinear.default)
 
 
 @pytest.mark.parametrize("check", ["off", "capture"])
 @pytest.mark.parametrize("inverse", [torch.linalg.pinv, torch.pinverse])
-def test_what_autocast_does_to_a_pseudo_inverse_is_not_guessed(inverse, check):
+def test_a_pseudo_inverse_under_autocast_is_refused_at_capture(inverse, check):
     matrix = torch.randn(6, 5)
 
     def forward(x):
@@ -109,7 +109,7 @@ def test_what_autocast_does_to_a_pseudo_inverse_is_not_guessed(inverse, check):
 
 
 @pytest.mark.parametrize("check", ["off", "capture"])
-def test_autocast_of_the_forward_itself_is_seen_under_inference_mode(check):
+def test_autocast_inside_the_forward_holds_under_inference_mode(check):
     weight = torch.randn(8, 4)
 
     def forward(x):
@@ -127,7 +127,7 @@ def test_autocast_of_the_forward_itself_is_seen_under_inference_mode(check):
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
 @pytest.mark.parametrize("check", ["off", "capture"])
 @pytest.mark.parametrize("name", ["attention", "linear", "matmul", "layer_norm", "einsum"])
-def test_parts_of_what_autocast_has_cast_itself_are_left_alone(name, check, mode):
+def test_operators_inside_an_operator_cast_by_autocast_match_eager(name, check, mode):
     weight = torch.randn(8, 8)
     forward = {
         "attention": lambda x: F.scaled_dot_product_attention(*[x.sign().view(-1, 2, 4)] * 3),
@@ -159,7 +159,7 @@ def test_a_break_is_found_inside_of_a_composite_operator_under_inference_mode():
     )
 
 
-def test_random_numbers_go_on_as_without_padding_where_a_trial_fails():
+def test_after_a_failed_padded_trial_random_numbers_continue_as_in_an_unpadded_step():
     runner = runner_of(lambda x: torch.randn(x.shape[0], 8) + x.mean(0), sizes=(8,))
     runner.capture()
     torch.manual_seed(3)
@@ -184,7 +184,7 @@ def test_a_capture_that_fails_draws_no_random_numbers():
     assert torch.equal(after, torch.randn(2))
 
 
-def test_all_declared_state_is_put_back_where_some_of_it_cannot_be():
+def test_declared_state_is_put_back_though_a_capture_is_refused_for_moved_state():
     moved, counted = torch.zeros(8), torch.zeros(8)
 
     def forward(x):
@@ -198,7 +198,7 @@ def test_all_declared_state_is_put_back_where_some_of_it_cannot_be():
     assert torch.equal(moved, torch.zeros(8)) and torch.equal(counted, torch.zeros(8))
 
 
-def test_state_that_is_given_other_memory_is_put_back_and_named():
+def test_state_rebound_to_new_memory_by_the_forward_is_put_back_and_named():
     state = torch.zeros(8)
 
     def forward(x):
@@ -216,7 +216,7 @@ def test_state_that_is_given_other_memory_is_put_back_and_named():
             assert torch.equal(runner(x=torch.zeros(4, 8)), torch.full((4, 8), float(step)))
 
 
-def test_a_tensor_of_the_forward_may_be_given_other_memory():
+def test_a_local_tensor_of_the_forward_may_be_set_to_other_memory():
     def forward(x):
         own = x.detach()
         own.set_(x + 1)
@@ -229,7 +229,7 @@ def test_a_tensor_of_the_forward_may_be_given_other_memory():
 
 
 @pytest.mark.parametrize("in_part", [False, True])
-def test_state_that_an_eager_part_returns_may_not_be_written_through_its_copy(in_part):
+def test_writing_state_returned_by_an_eager_part_is_refused(in_part):
     state = torch.zeros(4, 8)
 
     @eager_break
@@ -251,7 +251,7 @@ def test_state_that_an_eager_part_returns_may_not_be_written_through_its_copy(in
     assert torch.equal(state, torch.zeros(4, 8))
 
 
-def test_what_an_eager_part_makes_may_be_written():
+def test_a_fresh_output_of_an_eager_part_may_be_written_in_place():
     @eager_break
     def part(x):
         return x * 2
@@ -265,7 +265,7 @@ def test_what_an_eager_part_makes_may_be_written():
 @pytest.mark.parametrize("of", ["its own", "an input", "a view of an input"])
 @pytest.mark.parametrize("how", ["data", "shape"])
 @pytest.mark.parametrize("where", ["in the part", "behind it"])
-def test_a_tensor_of_an_eager_part_may_not_be_given_other_memory_or_another_shape(of, how, where):
+def test_a_tensor_passed_to_an_eager_part_may_not_change_its_memory_or_shape(of, how, where):
     def change(y):
         if how == "data":
             y.data = y.data * 2

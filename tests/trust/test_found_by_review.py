@@ -48,7 +48,7 @@ class Model(torch.nn.Module):
 
 @pytest.mark.filterwarnings("ignore::graphrt.errors.GraphQuarantinedWarning")
 @pytest.mark.parametrize("kind", ADVANCING)
-def test_a_number_of_the_standard_library_that_advances_is_never_baked_in(kind: str) -> None:
+def test_an_advancing_standard_library_object_is_never_baked_into_a_graph(kind: str) -> None:
     model, eager = Model(kind), Model(kind)
     runner = runner_of(model)
     runner.capture()
@@ -58,7 +58,7 @@ def test_a_number_of_the_standard_library_that_advances_is_never_baked_in(kind: 
     assert model.scale == eager.scale
 
 
-def test_a_context_variable_keeps_its_own_default() -> None:
+def test_a_context_variable_has_its_default_after_capture() -> None:
     steps = contextvars.ContextVar("steps", default=3)
 
     def forward(x: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ def test_a_context_variable_keeps_its_own_default() -> None:
     assert steps.get() == 4
 
 
-def test_what_a_transform_of_torch_func_wraps_is_named_at_a_padded_step() -> None:
+def test_an_input_wrapped_by_vmap_is_refused_at_a_padded_step() -> None:
     runner = runner_of(lambda x: x * 2)
     runner.capture()
     with pytest.raises(InvalidInputError, match="no rows in memory"):
@@ -80,7 +80,7 @@ def test_what_a_transform_of_torch_func_wraps_is_named_at_a_padded_step() -> Non
     assert runner(x=torch.ones(3, 4)).tolist() == [[2.0] * 4] * 3
 
 
-def test_padding_that_writes_what_is_live_is_found_though_the_cache_was_empty() -> None:
+def test_padding_that_overwrites_a_live_cache_row_is_found_with_an_empty_cache() -> None:
     cache, twin = torch.zeros(9, 16, 8), torch.zeros(9, 16, 8)
 
     def forward(x: Tensor, row: Tensor, position: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ def test_padding_that_writes_what_is_live_is_found_though_the_cache_was_empty() 
 
 
 @pytest.mark.filterwarnings("ignore::graphrt.errors.GraphQuarantinedWarning")
-def test_a_step_in_quarantine_that_raises_was_no_step_of_its_graph() -> None:
+def test_a_raising_quarantined_step_is_reported_as_quarantined_without_a_graph() -> None:
     weight = [torch.ones(4, 4)]
     runner = runner_of(lambda x: x @ weight[0])
     runner.capture()

@@ -121,13 +121,13 @@ LONG = [text_that_gets_long, tuple_that_gets_long, position_in_a_tuple]
 
 
 @pytest.mark.parametrize("make", SHORT + LONG)
-def test_a_forward_that_goes_by_a_python_value_is_named_at_its_first_trial(make):
+def test_a_forward_that_branches_on_a_changing_python_value_is_named_at_its_first_trial(make):
     right, ran, said, _ = served(make, STEPS * 5)
     assert right and set(ran) == {Reason.QUARANTINED}
     assert len(said) == 1 and "moves a Python value and does something else" in said[0]
 
 
-def test_so_is_one_whose_marked_function_is_captured_in_a_single_graph():
+def test_a_counting_eager_break_inside_a_full_graph_is_quarantined():
     """A FULL graph has captured what would be an eager part of a PIECEWISE one."""
 
     def make() -> Forward:
@@ -180,7 +180,7 @@ LEFT = [list_that_gets_long, queue_that_fills, list_that_is_used_up, phases_in_t
 
 
 @pytest.mark.parametrize("make", LEFT)
-def test_so_is_one_that_goes_by_what_warm_ups_leave(make):
+def test_a_forward_that_branches_on_values_left_by_warm_ups_is_named(make):
     # They put back no list of a captured forward and no object: eager steps are some calls ahead.
     _, ran, said, _ = served(make, STEPS)
     assert set(ran) == {Reason.QUARANTINED}
@@ -276,7 +276,7 @@ def notes_beside_memory_of_a_kernel() -> Forward:
     return forward
 
 
-def test_a_buffer_that_only_every_second_call_returns_is_named():
+def test_a_buffer_returned_by_only_every_second_call_is_named_by_the_warning():
     # Its results are right; whoever reads the buffer would find an old one.
     def make() -> Forward:
         state, buffer = SimpleNamespace(calls=0), torch.zeros(8, WIDTH)
@@ -311,7 +311,7 @@ def test_python_values_that_no_result_depends_on_change_and_every_step_replays(m
 
 
 @pytest.mark.parametrize("level", ["capture", "always"])
-def test_a_mask_of_the_last_shape_beside_rows_of_a_cache_goes_on_replaying(level):
+def test_a_mask_kept_for_the_last_shape_keeps_graphs_with_a_cache_replaying(level):
     # The first run of a trial may make the mask anew and the next ones not, and rows of an index
     # are saved in each of them.
     right, ran, said, _ = served(mask_of_the_last_shape, STEPS, level)

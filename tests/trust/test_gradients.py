@@ -43,7 +43,7 @@ def given(rows=4):
 
 @pytest.mark.parametrize("captured", [True, False])
 @pytest.mark.parametrize("check", ["capture", "first", "sample", "always"])
-def test_outputs_of_an_input_with_a_gradient_say_that_it_ends(check, captured):
+def test_backward_through_an_output_says_that_gradients_end_at_a_runner(check, captured):
     model, head = Layer(), nn.Linear(WIDTH, 1)
     runner = runner_of(model, check=check, capture=captured)
     for rows in (4, 3, 4, 3, 1, 6, 4):
@@ -61,7 +61,7 @@ def test_outputs_of_an_input_with_a_gradient_say_that_it_ends(check, captured):
 
 
 @pytest.mark.parametrize("outputs", ["pool", "static", "clone"])
-def test_the_gradient_of_an_input_is_missed(outputs):
+def test_autograd_grad_for_an_input_says_that_gradients_end(outputs):
     runner = runner_of(lambda x: x * 2, outputs=outputs)
     x = torch.ones(4, WIDTH, requires_grad=True)
     for _ in range(4):
@@ -75,7 +75,7 @@ def test_an_output_that_can_have_no_gradient_is_not_marked():
     assert flags == {"view": True, "argmax": False}
 
 
-def test_outputs_with_a_gradient_are_used_as_those_of_eager_are():
+def test_outputs_with_a_gradient_can_be_used_like_eager_outputs():
     model = Layer()
     runner = runner_of(model)
     for _ in range(3):
@@ -96,7 +96,7 @@ def test_outputs_with_a_gradient_are_used_as_those_of_eager_are():
 
 
 @pytest.mark.skipif(not can_mark_unreadable, reason="this torch cannot mark a storage")
-def test_outputs_with_a_gradient_expire():
+def test_an_overwritten_output_with_a_gradient_raises():
     runner, x = runner_of(Layer()), given()
     for _ in range(3):
         held = runner(x=x)
@@ -118,19 +118,19 @@ def test_a_step_with_gradients_is_a_replay():
     assert next(runner.graphs.checks.glances.looks)
 
 
-def test_weights_mark_no_output():
+def test_weights_with_gradients_do_not_mark_outputs():
     runner = runner_of(Layer(), check="always")
     for rows in (4, 3, 4, 3):
         assert runner(x=torch.randn(rows, WIDTH)).numpy().shape == (rows, WIDTH)
 
 
-def test_nothing_is_said_where_nothing_is_checked():
+def test_with_checks_off_outputs_are_not_marked_as_requiring_gradients():
     runner = runner_of(lambda x: x * 2, check="off")
     for _ in range(3):
         assert not runner(x=given()).requires_grad
 
 
-def test_nested_inputs_with_a_gradient():
+def test_nested_inputs_with_a_gradient_mark_the_outputs():
     runner = GraphRunner(
         lambda ids, given: (given["a"]["b"] * 2, given["a"]["c"] + ids[:, None]),
         sizes=[4],
@@ -151,7 +151,7 @@ def test_nested_inputs_with_a_gradient():
         runner(ids=ids, given=b)
 
 
-def test_a_cache_keeps_no_graph_of_gradients():
+def test_a_cache_written_by_steps_keeps_no_autograd_graph():
     class Cached(nn.Module):
         def __init__(self) -> None:
             super().__init__()

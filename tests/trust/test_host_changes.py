@@ -116,7 +116,7 @@ def _no_grad() -> Iterator[None]:
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 @pytest.mark.parametrize("each", PROGRAMS, ids=lambda each: each.name)
-def test_a_change_is_right_at_the_next_step_or_named_within_its_bound(
+def test_after_a_change_each_step_is_right_or_the_change_is_named_within_a_bound(
     each: Program, mode: str
 ) -> None:
     torch.manual_seed(0)
@@ -140,14 +140,14 @@ def test_a_change_is_right_at_the_next_step_or_named_within_its_bound(
     runner.close()
 
 
-def test_the_programs_are_many_and_of_each_kind() -> None:
+def test_the_table_has_many_programs_for_each_way_of_noticing_a_change() -> None:
     counts = {
         seen: sum(each.seen == seen for each in PROGRAMS) for seen in ("dict", "glance", "none")
     }
     assert counts["dict"] >= 60 and counts["glance"] >= 15 and counts["none"] >= 15, counts
 
 
-def test_the_attribute_is_named_with_both_values_and_recapture_ends_it() -> None:
+def test_a_changed_attribute_is_named_with_both_values_and_recapture_ends_the_quarantine() -> None:
     net = Net()
     steps = Steps(runner_of(net), net)
     net.config.deep.beta = 3.0
@@ -163,7 +163,7 @@ def test_the_attribute_is_named_with_both_values_and_recapture_ends_it() -> None
     assert steps.wrong == []
 
 
-def test_what_is_new_is_told_as_nothing_before_and_what_went_as_nothing_now() -> None:
+def test_an_added_hook_was_nothing_before_and_a_removed_hook_is_nothing_now() -> None:
     net = Net()
     steps = Steps(runner_of(net), net)
     handle = net.norm.register_forward_hook(lambda module, arguments, out: out * 3)
@@ -200,7 +200,7 @@ def test_what_is_new_is_told_as_nothing_before_and_what_went_as_nothing_now() ->
         (lambda net: net.double().float(), True),
     ],
 )
-def test_what_weights_changed_says_and_that_the_next_steps_are_right(
+def test_weights_changed_raises_only_for_moved_weights_and_the_next_steps_are_right(
     change: Callable[[Net], object], moves: bool
 ) -> None:
     net = Net()
@@ -220,7 +220,7 @@ def copies_of(net: Net) -> dict[str, torch.Tensor]:
     return {name: each.clone() for name, each in net.state_dict().items()}
 
 
-def test_with_strict_a_step_after_a_change_of_the_host_raises() -> None:
+def test_with_strict_a_step_after_a_changed_attribute_raises() -> None:
     net = Net()
     runner = runner_of(net, strict=True)
     net.lora.active = "b"
@@ -229,7 +229,7 @@ def test_with_strict_a_step_after_a_change_of_the_host_raises() -> None:
         runner(x=torch.randn(4, WIDTH))
 
 
-def test_what_makes_no_difference_costs_three_trials_a_graph_and_is_in_the_report() -> None:
+def test_an_unused_attribute_costs_three_trials_a_graph_and_is_reported_as_harmless() -> None:
     net = Net()
     steps = Steps(runner_of(net), net)
     runner = steps.runner
@@ -251,7 +251,7 @@ def test_what_makes_no_difference_costs_three_trials_a_graph_and_is_in_the_repor
 
 
 @pytest.mark.parametrize("values", [(2.0, 1.0), (2.0, 3.0, 4.0, 1.0)])
-def test_a_graph_is_tried_with_another_value_than_its_own_before_that_is_left_out(
+def test_a_graph_is_tried_with_a_changed_value_before_the_value_counts_as_harmless(
     values: tuple[float, ...],
 ) -> None:
     held = SimpleNamespace(scale=1.0)
@@ -281,7 +281,7 @@ class Slotted:
 
 @pytest.mark.parametrize("where", ["take", "walk", "settle"])
 @pytest.mark.parametrize("of", ["number", "object", "tensor", "equal object"])
-def test_a_look_that_is_interrupted_puts_the_graphs_in_quarantine(
+def test_an_interrupted_check_for_changes_puts_the_graphs_in_quarantine(
     of: str, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = SimpleNamespace(scale=1.0, inner=SimpleNamespace(scale=1.0), tensor=torch.ones(WIDTH))
@@ -329,7 +329,7 @@ def test_a_look_that_is_interrupted_puts_the_graphs_in_quarantine(
 
 
 @pytest.mark.parametrize("of", ["attribute", "slot", "item"])
-def test_what_the_forward_fills_once_the_host_has_emptied_it_is_watched(of: str) -> None:
+def test_a_value_emptied_by_the_host_and_refilled_by_the_forward_is_watched(of: str) -> None:
     held: Any = Slotted() if of == "slot" else SimpleNamespace(kept={} if of == "item" else None)
 
     def put(value: float | None) -> None:
@@ -378,7 +378,7 @@ def test_a_dict_to_which_the_forward_adds_is_watched() -> None:
     assert steps.wrong == [] and steps.reason is Reason.QUARANTINED
 
 
-def test_a_key_of_globals_that_the_forward_holds_as_a_dict_is_seen() -> None:
+def test_a_changed_key_of_globals_held_as_a_dict_is_named_by_the_warning() -> None:
     module: dict[str, Any] = {"scale": 2.0, "other": 1.0}
     exec("def forward(x): return x * held[0]['scale'] * other", module)
     module["held"] = [module]
@@ -391,7 +391,7 @@ def test_a_key_of_globals_that_the_forward_holds_as_a_dict_is_seen() -> None:
     assert torch.equal(outputs[-1], x * 3.0)
 
 
-def test_a_slot_that_was_empty_and_a_replaced_keyword_default_are_seen() -> None:
+def test_a_filled_slot_and_a_replaced_keyword_default_are_named_by_the_warning() -> None:
     def scaled(x: torch.Tensor, *, scale: float = 2.0) -> torch.Tensor:
         return x * scale
 
@@ -412,7 +412,7 @@ def test_a_slot_that_was_empty_and_a_replaced_keyword_default_are_seen() -> None
         assert steps.said and steps.reason is Reason.QUARANTINED
 
 
-def test_an_attribute_of_a_class_that_goes_is_seen() -> None:
+def test_a_deleted_class_attribute_is_named_by_the_warning() -> None:
     class Scaler:
         scale = 2.0
 
@@ -427,7 +427,7 @@ def test_an_attribute_of_a_class_that_goes_is_seen() -> None:
     assert steps.reason is Reason.QUARANTINED
 
 
-def test_a_set_whose_members_are_the_same_is_no_change() -> None:
+def test_a_replaced_set_with_equal_members_is_no_change() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -483,7 +483,7 @@ HERE: list[Callable[[torch.Tensor], object]] = [
     ids=["tensor", "parameter", "subclass"],
 )
 @pytest.mark.parametrize("change", range(len(HERE)))
-def test_glances_in_c_and_in_python_see_the_same_of_a_tensor(
+def test_checks_of_a_tensor_in_c_and_in_python_find_the_same_changes(
     made: Callable[[torch.Tensor], torch.Tensor], change: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for at in range(3):
@@ -511,7 +511,7 @@ def test_glances_in_c_and_in_python_see_the_same_of_a_tensor(
         runner.close()
 
 
-def test_a_graph_that_was_not_used_meanwhile_is_tried_when_it_is() -> None:
+def test_a_graph_unused_during_a_change_is_tried_at_its_next_use() -> None:
     holder = SimpleNamespace(limit=4)
 
     def forward(x: torch.Tensor) -> torch.Tensor:
@@ -530,7 +530,7 @@ def test_a_graph_that_was_not_used_meanwhile_is_tried_when_it_is() -> None:
     assert steps.reason is Reason.QUARANTINED
 
 
-def test_another_number_of_an_operator_is_found_where_results_are_equal() -> None:
+def test_a_changed_number_of_an_operator_is_found_though_results_are_equal() -> None:
     holder = SimpleNamespace(bound=100.0)
     # Outside of the forward, so that no step moves it.
     scale = torch.ones(())
@@ -568,7 +568,7 @@ def with_metadata(forward: Callable[..., Any], *, at_capture: int) -> GraphRunne
     return runner
 
 
-def test_numbers_of_metadata_that_vary_from_step_to_step_are_no_change_of_the_hosts() -> None:
+def test_numbers_from_the_metadata_of_each_step_are_no_host_change() -> None:
     holder = SimpleNamespace(unused=0)
 
     def forward(x: torch.Tensor) -> torch.Tensor:
@@ -588,7 +588,7 @@ def test_numbers_of_metadata_that_vary_from_step_to_step_are_no_change_of_the_ho
 
 
 @pytest.mark.parametrize("order", [(8, 8, 8, -1, 8, 4, 8, 4), (8, 4, 8, 4, -1, 8, 4, 8, 4)])
-def test_operators_that_depend_on_the_size_are_no_change_of_the_hosts(order) -> None:
+def test_operators_that_depend_on_the_batch_size_are_no_host_change(order) -> None:
     holder = SimpleNamespace(unused=0)
 
     def forward(x: torch.Tensor) -> torch.Tensor:
@@ -608,7 +608,7 @@ def test_operators_that_depend_on_the_size_are_no_change_of_the_hosts(order) -> 
         assert runner.last_dispatch.reason is Reason.HIT
 
 
-def test_a_change_before_the_first_step_is_tried_at_eight_where_metadata_may_differ() -> None:
+def test_a_change_before_the_first_step_is_still_found_at_a_fourth_step_with_metadata() -> None:
     holder = SimpleNamespace(bound=100.0)
 
     def forward(x: torch.Tensor) -> torch.Tensor:
@@ -641,7 +641,7 @@ def test_a_change_that_is_undone_before_a_graph_is_used_costs_it_nothing() -> No
     assert steps.wrong == []
 
 
-def test_changes_before_an_eager_step_and_before_another_capture_are_not_lost() -> None:
+def test_a_change_followed_by_an_eager_step_or_another_capture_is_still_found() -> None:
     net = Net()
     runner = GraphRunner(
         net,
@@ -704,7 +704,7 @@ class Engine:
         self.log.lines.append(f"step {step}")
 
 
-def test_a_host_that_keeps_its_own_state_in_reach_comes_to_rest() -> None:
+def test_trials_end_for_a_host_whose_own_state_the_forward_can_reach() -> None:
     engine = Engine()
     steps = Steps(runner_of(engine.forward), engine.forward)
     for number in range(150):
@@ -722,7 +722,7 @@ def test_a_host_that_keeps_its_own_state_in_reach_comes_to_rest() -> None:
     assert steps.wrong == [] and steps.reason is Reason.QUARANTINED
 
 
-def test_a_forward_that_counts_and_that_its_host_calls_itself_is_replayed() -> None:
+def test_a_counting_forward_that_its_host_also_calls_directly_is_replayed() -> None:
     class Counts(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -757,7 +757,7 @@ def test_a_host_that_switches_adapters_in_place_is_replayed() -> None:
 # Whom it runs with -------------------------------------------------------------------------------
 
 
-def test_runners_share_a_model_and_each_is_told() -> None:
+def test_a_change_to_a_shared_model_is_found_by_each_runner() -> None:
     net = Net()
     one, two = Steps(runner_of(net), net), Steps(runner_of(net), net)
     one.run(4), two.run(4)
@@ -770,7 +770,7 @@ def test_runners_share_a_model_and_each_is_told() -> None:
     assert one.said and two.said
 
 
-def test_after_release_nothing_is_watched() -> None:
+def test_after_release_no_dict_of_the_model_is_watched() -> None:
     net = Net()
     runner = runner_of(net)
     watched = runner.report().trust.watched
@@ -785,7 +785,7 @@ def test_after_release_nothing_is_watched() -> None:
 
 
 @pytest.mark.skipif(not IS_TOLD, reason="dicts are watched on Python 3.12 and 3.13 alone")
-def test_without_a_free_dict_watcher_glances_find_changes_and_the_report_says_so() -> None:
+def test_without_a_free_dict_watcher_glances_find_changes_and_the_report_gives_the_reason() -> None:
     assert watch_state() == ""
     with all_ids_taken():
         assert "no watcher of dicts is left" in watch_state()
@@ -802,7 +802,7 @@ def test_without_a_free_dict_watcher_glances_find_changes_and_the_report_says_so
         assert steps.reason is Reason.QUARANTINED
 
 
-def test_a_step_that_ranks_agreed_on_is_not_tried_for_a_change() -> None:
+def test_after_a_change_a_step_agreed_with_other_ranks_is_not_tried() -> None:
     net = Net()
     runner = runner_of(net)
     runs: list[int] = []
@@ -818,7 +818,7 @@ def test_a_step_that_ranks_agreed_on_is_not_tried_for_a_change() -> None:
     assert runs == []
 
 
-def test_state_that_no_trial_can_save_is_no_error() -> None:
+def test_state_too_large_for_a_trial_to_save_is_no_error() -> None:
     memory = torch.zeros(4096, WIDTH)
     net = SimpleNamespace(scale=1.0)
 

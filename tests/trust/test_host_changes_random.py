@@ -179,7 +179,7 @@ def drive(seed: int, programs: int, changes: int) -> Driver:
     return driver
 
 
-def test_random_changes_are_right_at_the_next_step_or_named_in_time() -> None:
+def test_after_random_changes_each_step_is_right_or_the_change_named_in_time() -> None:
     assert drive(1, programs=3, changes=40).changes > 100
 
 
@@ -202,7 +202,9 @@ print(driver.changes, driver.quarantines, driver.trials)
 @pytest.mark.long
 @pytest.mark.parametrize("native", ["1", "0"])
 @pytest.mark.parametrize("seed", range(10, 16))
-def test_thousands_of_random_changes(seed: int, native: str) -> None:
+def test_after_thousands_of_random_changes_each_step_is_right_or_named_in_time(
+    seed: int, native: str
+) -> None:
     import os
 
     switch = {} if native == "1" else {"GRAPHRT_NATIVE": "0"}
@@ -220,7 +222,7 @@ def test_thousands_of_random_changes(seed: int, native: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("taken", [False, True])
-def test_thousands_of_random_changes_in_one_process(taken: bool) -> None:
+def test_thousands_of_random_changes_in_the_same_process_are_right_or_named(taken: bool) -> None:
     if taken and sys.version_info < (3, 12):
         pytest.skip("CPython has no watchers of dicts before 3.12, which could be taken")
     with all_ids_taken() if taken else contextlib.nullcontext():
@@ -228,7 +230,7 @@ def test_thousands_of_random_changes_in_one_process(taken: bool) -> None:
     assert driver.changes > 2000
 
 
-def test_a_graph_that_is_quarantined_stays_so_until_recapture() -> None:
+def test_a_quarantined_graph_stays_quarantined_until_recapture() -> None:
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = nn.Sequential(Part(random.Random(0)))

@@ -47,12 +47,12 @@ def test_a_small_net_under_random_changes_is_right() -> None:
 
 
 @needs_transformers
-def test_a_llama_under_random_changes_is_right() -> None:
+def test_a_llama_model_under_random_changes_is_right() -> None:
     drive(["llama"], 10, seed=2)
 
 
 @pytest.mark.skipif(NativeWatch is None, reason=f"no dict is watched: {native_state}")
-def test_with_all_watchers_taken_it_is_found_in_time() -> None:
+def test_with_all_dict_watchers_taken_changes_to_a_small_net_are_found_in_time() -> None:
     assert drive(["net"], 15, seed=3, taken=True).counts["told"] == 0
 
 
@@ -60,7 +60,9 @@ def test_with_all_watchers_taken_it_is_found_in_time() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("how", ["", "taken", "without C"])
 @pytest.mark.parametrize("seed", range(4))
-def test_thousands_of_changes_of_many_families(seed: int, how: str) -> None:
+def test_many_model_families_are_right_under_thousands_of_random_changes(
+    seed: int, how: str
+) -> None:
     command = [sys.executable, "-m", "tests.trust.host_driver", "--changes", "1000"]
     command += ["--seed", str(seed), *(["--taken"] if how == "taken" else [])]
     switch = {"GRAPHRT_NATIVE": "0"} if how == "without C" else {}

@@ -52,7 +52,7 @@ def captured(forward: Scaled, mode: str) -> GraphRunner:
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 @pytest.mark.parametrize("way", WAYS)
-def test_an_operand_on_the_host_is_replayed(device: str, way: str, mode: str) -> None:
+def test_a_scalar_operand_on_the_host_is_replayed(device: str, way: str, mode: str) -> None:
     forward = Scaled(way)
     runner = captured(forward, mode)
     with warnings.catch_warnings():
@@ -65,7 +65,7 @@ def test_an_operand_on_the_host_is_replayed(device: str, way: str, mode: str) ->
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 @pytest.mark.parametrize("way", WAYS)
-def test_an_operand_that_is_written_is_named_with_its_line(
+def test_a_host_operand_written_after_capture_is_named_with_its_line(
     device: str, way: str, mode: str
 ) -> None:
     forward = Scaled(way)
@@ -81,7 +81,7 @@ def test_an_operand_that_is_written_is_named_with_its_line(
     assert runner.last_dispatch.reason is Reason.HIT
 
 
-def test_an_operand_that_is_replaced_is_no_hit_with_the_old_one(device: str) -> None:
+def test_a_replaced_host_operand_gives_the_new_result(device: str) -> None:
     forward = Scaled()
     runner = captured(forward, "FULL")
     x = torch.randn(4, 8).to(device)

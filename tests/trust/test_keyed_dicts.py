@@ -27,7 +27,7 @@ def runner_of(forward: object, mode: str = "FULL") -> GraphRunner:
     "key", [lambda number: (number, "k"), lambda number: (number, Side.KEY)], ids=["text", "enum"]
 )
 @pytest.mark.filterwarnings("ignore::graphrt.errors.GraphQuarantinedWarning")
-def test_a_tensor_far_back_in_a_dict_is_missed_where_it_is_replaced(key) -> None:
+def test_a_replaced_tensor_far_back_in_a_dict_is_found(key) -> None:
     caches: dict[Hashable, torch.Tensor] = {key(number): torch.zeros(3) for number in range(100)}
     run = runner_of(lambda x: x + caches[key(90)])
     x = torch.ones(4, 3)
@@ -40,7 +40,7 @@ def test_a_tensor_far_back_in_a_dict_is_missed_where_it_is_replaced(key) -> None
     assert run.last_dispatch is not None and run.last_dispatch.reason is Reason.QUARANTINED
 
 
-def test_an_eager_part_that_is_given_one_tensor_twice_gets_one_at_replays() -> None:
+def test_an_eager_part_given_the_same_tensor_twice_gets_the_same_tensor_at_replays() -> None:
     @eager_break
     def attention(query: torch.Tensor, key: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
         return query + key if rest is query else query + key + rest
@@ -55,7 +55,7 @@ def test_an_eager_part_that_is_given_one_tensor_twice_gets_one_at_replays() -> N
         assert run.last_dispatch is not None and run.last_dispatch.reason is Reason.HIT
 
 
-def test_attention_of_torch_between_pieces_is_served_by_its_graphs() -> None:
+def test_multihead_attention_as_an_eager_part_is_served_by_graphs() -> None:
     model = torch.nn.MultiheadAttention(8, 2, batch_first=True).eval()
     attend = eager_break(lambda h: model(h, h, h, need_weights=False)[0])
     twice = eager_break(lambda q, k, v: model(q, k, v, need_weights=False)[0])

@@ -83,7 +83,9 @@ class Leaves(torch.nn.Module):
         ("kept by an eager part", r"model\.hidden"),
     ],
 )
-def test_what_a_forward_leaves_is_named_at_the_capture(way: str, path: str) -> None:
+def test_a_graph_tensor_left_in_python_by_the_forward_is_named_at_capture(
+    way: str, path: str
+) -> None:
     mode = "PIECEWISE" if "eager" in way else "FULL"
     run = runner(Leaves(way), mode)
     with pytest.warns(StaleTensorWarning, match=path) as told:
@@ -94,7 +96,7 @@ def test_what_a_forward_leaves_is_named_at_the_capture(way: str, path: str) -> N
     assert torch.equal(run(x=x), x * 2 + 1)
 
 
-def test_a_path_that_is_there_before_and_after_the_last_runs_is_named_once() -> None:
+def test_a_tensor_left_under_the_same_path_by_several_runs_is_named_once() -> None:
     run = runner(Leaves("list"), sizes=[4])
     with pytest.warns(StaleTensorWarning) as told:
         run.capture()
@@ -103,7 +105,7 @@ def test_a_path_that_is_there_before_and_after_the_last_runs_is_named_once() -> 
 
 
 @pytest.mark.parametrize("way", ["in place", "table", "eager part", "nothing"])
-def test_what_steps_write_anew_or_nobody_leaves_is_not_warned_of(way: str) -> None:
+def test_a_tensor_that_every_step_rewrites_raises_no_stale_tensor_warning(way: str) -> None:
     forward = Leaves(way)
     run = runner(forward, "PIECEWISE" if "eager" in way else "FULL")
     with warnings.catch_warnings():
@@ -116,7 +118,7 @@ def test_what_steps_write_anew_or_nobody_leaves_is_not_warned_of(way: str) -> No
         assert torch.equal(forward.hidden[:3], x * 2)
 
 
-def test_a_second_capture_does_not_warn_of_what_the_first_has_left() -> None:
+def test_a_second_capture_does_not_warn_of_tensors_left_by_the_first() -> None:
     forward = Leaves("dict")
     run = runner(forward)
     with pytest.warns(StaleTensorWarning):
@@ -127,7 +129,7 @@ def test_a_second_capture_does_not_warn_of_what_the_first_has_left() -> None:
         run.capture()
 
 
-def test_a_table_of_each_size_is_built_by_its_warm_up() -> None:
+def test_a_table_of_each_size_is_built_by_the_warm_up_of_that_size() -> None:
     """In graph memory an eager step of its size would read what other graphs wrote."""
     tables: dict[int, torch.Tensor] = {}
 
@@ -143,7 +145,7 @@ def test_a_table_of_each_size_is_built_by_its_warm_up() -> None:
     assert torch.equal(whole(x=x), torch.sin(x) * torch.tensor([[1.0], [3.0]]))
 
 
-def test_a_weight_that_a_hook_computes_in_every_run_is_no_table() -> None:
+def test_a_weight_that_a_hook_recomputes_in_every_run_is_replayed_with_new_values() -> None:
     layer = torch.nn.Linear(4, 4)
     first = layer.weight.detach().clone()
     layer.source = torch.nn.Parameter(first.clone())

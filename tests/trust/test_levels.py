@@ -144,7 +144,7 @@ TRIED = {
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_each_level_tries_these_steps_of_each_graph(level):
+def test_each_level_tries_its_own_number_of_steps_of_each_graph(level):
     runner = captured(Model(), level)
     for count in SERVED:
         step(runner, count)
@@ -155,7 +155,9 @@ def test_each_level_tries_these_steps_of_each_graph(level):
 @pytest.mark.parametrize("own", LEVELS)
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("spelled", ["{}", " {} ", "upper"])
-def test_the_level_of_the_process_wins(own, level, spelled, monkeypatch):
+def test_the_environment_variable_overrides_the_level_of_the_options(
+    own, level, spelled, monkeypatch
+):
     value = level.upper() if spelled == "upper" else spelled.format(level)
     monkeypatch.setenv("GRAPHRT_CHECK", value)
     runner = captured(Model(), own)
@@ -165,7 +167,7 @@ def test_the_level_of_the_process_wins(own, level, spelled, monkeypatch):
 
 
 @pytest.mark.parametrize("empty", ["", "  "])
-def test_an_empty_level_of_the_process_says_nothing(empty, monkeypatch):
+def test_an_empty_environment_variable_leaves_the_level_of_the_options(empty, monkeypatch):
     monkeypatch.setenv("GRAPHRT_CHECK", empty)
     runner = captured(Model(), "always")
     assert trials(runner) == dict.fromkeys(SIZES, 0)
@@ -175,14 +177,14 @@ def test_an_empty_level_of_the_process_says_nothing(empty, monkeypatch):
 
 
 @pytest.mark.parametrize("value", ["alway", "1", "true", "capture,first"])
-def test_a_level_of_the_process_that_is_none_is_named_with_the_levels(value, monkeypatch):
+def test_an_unknown_level_in_the_environment_is_refused_with_the_known_levels(value, monkeypatch):
     monkeypatch.setenv("GRAPHRT_CHECK", value)
     with pytest.raises(InvalidOptionError, match="GRAPHRT_CHECK") as raised:
         runner_of(Model())
     assert repr(value) in str(raised.value) and "off, capture, first" in str(raised.value)
 
 
-def test_a_level_of_the_options_that_is_none_is_named():
+def test_an_unknown_level_in_the_options_is_refused_by_name():
     with pytest.raises(InvalidOptionError, match="sometimes"):
         GraphOptions(check="sometimes")
 
@@ -197,7 +199,7 @@ def test_sample_tries_one_step_in_64():
         assert trials(runner) == {2: 2 + n // 64}, n
 
 
-def test_the_first_padded_step_of_a_kind_is_tried_whatever_was_before():
+def test_the_first_padded_step_is_tried_though_full_steps_were_tried_before():
     runner = captured(Model())
     for count in (1, 2, 4, 8):
         step(runner, count)
@@ -208,7 +210,7 @@ def test_the_first_padded_step_of_a_kind_is_tried_whatever_was_before():
     assert trials(runner) == {1: 1, 2: 0, 4: 1, 8: 1}
 
 
-def test_kinds_are_tried_each_for_itself():
+def test_each_variant_has_trials_of_its_own():
     runner = captured(Model(), variants=("a", "b"), sizes=(2, 4, 8))
     for variant in ("a", "b", "a", "b"):
         step(runner, 4, variant)
@@ -220,7 +222,7 @@ def test_kinds_are_tried_each_for_itself():
     assert found == {(v, n): 2 * (n == 4) for v in "ab" for n in (2, 4, 8)}
 
 
-def test_modes_are_kinds_too():
+def test_full_and_piecewise_graphs_have_trials_of_their_own():
     runner = captured(Model(), mode="FULL_AND_PIECEWISE", sizes=(4,))
     step(runner, 4)
     runner(Batch(4, 2, 2), x=rows(4))
@@ -229,7 +231,7 @@ def test_modes_are_kinds_too():
 
 
 @pytest.mark.parametrize("level", ["off", "capture", "first"])
-def test_after_everything_was_tried_a_step_is_replayed_and_nothing_else(level, monkeypatch):
+def test_after_all_trials_steps_are_replayed_without_any_check(level, monkeypatch):
     model = Model()
     called = SimpleNamespace(count=0)
     run = StepEngine._checked
@@ -250,7 +252,7 @@ def test_after_everything_was_tried_a_step_is_replayed_and_nothing_else(level, m
 
 
 @pytest.mark.parametrize("level", ["sample", "always"])
-def test_at_higher_levels_every_step_is_looked_at(level):
+def test_at_levels_sample_and_always_no_step_skips_the_checks(level):
     runner = captured(Model(), level)
     assert not runner._engine.is_clear(0, Batch(8))
     for count in range(1, 9):
@@ -311,7 +313,7 @@ def test_a_step_that_runs_eagerly_is_no_hit_of_any_graph():
     assert runner.report().live_tokens == tokens
 
 
-def test_other_kinds_go_on():
+def test_quarantine_of_a_variant_leaves_the_other_variant_replaying():
     model = Model()
     model.wrong = ("a",)
     runner = captured(model, variants=("a", "b"))
@@ -328,7 +330,7 @@ def test_other_kinds_go_on():
     assert by_variant == {"a": {"quarantined"}, "b": {"tried", "untried"}}
 
 
-def test_other_modes_go_on():
+def test_quarantine_of_piecewise_graphs_leaves_full_graphs_replaying():
     model = Model()
     model.wrong = (None,)
     runner = runner_of(model, mode="FULL_AND_PIECEWISE", sizes=(4,))
@@ -345,7 +347,7 @@ def test_other_modes_go_on():
     }
 
 
-def test_the_same_failure_is_said_once():
+def test_each_failing_variant_is_warned_of_only_once():
     model = Model()
     model.wrong = ("a", "b")
     runner = captured(model, variants=("a", "b"))
@@ -356,7 +358,7 @@ def test_the_same_failure_is_said_once():
     assert len(caught) == 2
 
 
-def test_the_warning_is_of_the_line_that_called_the_runner():
+def test_the_quarantine_warning_points_to_the_line_that_called_the_runner():
     model = Model()
     model.wrong = (None,)
     runner = captured(model)
@@ -365,7 +367,7 @@ def test_the_warning_is_of_the_line_that_called_the_runner():
     assert caught[0].filename == __file__
 
 
-def test_the_warning_of_a_setting_is_of_the_line_that_called_the_runner():
+def test_the_warning_of_a_changed_setting_points_to_the_line_that_called_the_runner():
     runner = captured(Model())
     torch.set_default_dtype(torch.float64)
     with pytest.warns(GraphQuarantinedWarning) as caught:
@@ -441,7 +443,7 @@ def test_an_error_of_the_forward_in_a_trial_is_raised_with_the_state_as_before()
 
 
 @pytest.mark.parametrize("ends", ["recapture", "release"])
-def test_what_ends_a_quarantine(ends):
+def test_recapture_and_release_end_a_quarantine(ends):
     model, runner = quarantined()
     if ends == "recapture":
         runner.recapture()
@@ -466,7 +468,7 @@ def test_a_further_capture_ends_no_quarantine():
     assert runner.last_dispatch.reason is Reason.QUARANTINED
 
 
-def test_release_forgets_what_was_read():
+def test_release_empties_the_report_of_tensors_that_graphs_read():
     runner = captured(Model())
     assert runner.report().trust.reads
     runner.release()
@@ -476,7 +478,7 @@ def test_release_forgets_what_was_read():
 # Settings and moved weights ----------------------------------------------------------------------
 
 
-def test_under_other_settings_steps_run_eagerly_and_afterwards_they_are_replayed_again():
+def test_steps_run_eagerly_while_a_setting_differs_and_replay_once_the_setting_is_back():
     runner = captured(Model())
     step(runner, 4)
     torch.set_default_dtype(torch.float64)
@@ -505,7 +507,7 @@ def test_with_strict_a_step_under_other_settings_raises():
     step(runner, 4)
 
 
-def test_a_recapture_takes_the_settings_of_now():
+def test_recapture_compares_later_steps_with_the_current_settings():
     runner = captured(Model())
     torch.set_default_dtype(torch.float64)
     runner.recapture()
@@ -553,7 +555,7 @@ def test_a_tensor_that_graphs_do_not_read_may_be_replaced():
     assert runner.last_dispatch.reason is Reason.HIT
 
 
-def test_a_holder_that_was_replaced_and_leads_to_the_same_tensors_is_no_failure():
+def test_a_replaced_object_that_holds_the_same_tensors_keeps_graphs_replaying():
     holder = SimpleNamespace(inner=SimpleNamespace(weight=torch.ones(WIDTH)))
 
     def forward(x: torch.Tensor) -> torch.Tensor:
@@ -575,7 +577,7 @@ def test_a_holder_that_was_replaced_and_leads_to_the_same_tensors_is_no_failure(
         go_on(runner)
 
 
-def test_a_setting_that_changes_nothing_is_looked_at_once():
+def test_a_changed_number_of_threads_is_checked_at_only_the_next_step():
     runner, threads = captured(lambda x: x * 2), torch.get_num_threads()
     for count in SERVED:
         step(runner, count)
@@ -635,7 +637,7 @@ def test_examples_are_tried_in_capture_the_largest_first_with_padding(level, exp
     assert counts(runner) == {}
 
 
-def test_examples_of_two_runners_are_the_same():
+def test_two_runners_try_equal_example_batches_whatever_the_random_seed():
     first, second = Examples(), Examples()
     captured(Model(), host=Host(example=first))
     torch.manual_seed(99)
@@ -656,7 +658,7 @@ def test_examples_of_each_kind_and_mode_are_tried():
     ]
 
 
-def test_examples_of_longer_queries_are_whole_requests():
+def test_example_batches_of_two_token_queries_have_only_whole_requests():
     made = Examples()
     captured(Model(), host=Host(example=made), query_lens=(2,), sizes=(2, 4, 8))
     assert [(b.num_tokens, b.num_reqs, b.query_len) for b in made.batches] in (
@@ -670,7 +672,7 @@ def test_examples_of_longer_queries_are_whole_requests():
     assert decode == [(6, 3), (2, 1)]
 
 
-def test_after_examples_no_step_of_their_kind_is_tried():
+def test_steps_are_not_tried_where_examples_were_tried_in_capture():
     runner = captured(Model(), host=Host(example=example_of))
     before = trials(runner)
     for count in SERVED:
@@ -724,7 +726,7 @@ def test_a_failing_example_is_raised_and_leaves_nothing(strict):
         (Example({"x": rows(7), "y": rows(7)}), InvalidInputError, "y"),
     ],
 )
-def test_an_example_that_is_no_step_is_named_and_leaves_nothing(made, error, text):
+def test_an_example_with_wrong_inputs_is_named_and_leaves_no_graphs(made, error, text):
     runner = runner_of(Model(), host=Host(example=lambda batch, generator: made))
     with pytest.raises(error, match=text):
         runner.capture()
@@ -766,7 +768,7 @@ def caching(cache: torch.Tensor) -> Callable[..., torch.Tensor]:
 
 
 @pytest.mark.parametrize("level", ["always"])
-def test_a_live_row_where_padding_writes_is_found(level):
+def test_a_live_token_with_the_cache_row_of_padding_is_found(level):
     runner = captured(caching(torch.zeros(16, WIDTH)), level, inputs=CACHED)
     for count in (4, 2, 8, 1):
         runner(x=rows(count), slots=torch.arange(count) + 1)
@@ -775,7 +777,7 @@ def test_a_live_row_where_padding_writes_is_found(level):
 
 
 @pytest.mark.parametrize("pad", [-1, 15])
-def test_at_always_other_indices_are_let_through(pad):
+def test_a_live_index_unlike_that_of_padding_passes_level_always(pad):
     spec = InputSpec(torch.int64, ("tokens",), pad=pad, index=True)
     cache = torch.zeros(16, WIDTH)
 
@@ -793,7 +795,7 @@ def sum_of_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("pad", "fails"), [(0.0, False), (1.0, True)])
-def test_padding_rows_hold_in_a_trial_what_they_can_hold_at_a_step(pad, fails):
+def test_padding_rows_hold_the_declared_pad_value_in_a_trial(pad, fails):
     x = InputSpec(torch.float32, ("tokens", WIDTH), pad=pad)
     runner = captured(sum_of_rows, inputs={"x": x})
     expected = sum_of_rows(rows(3))
@@ -806,7 +808,7 @@ def test_padding_rows_hold_in_a_trial_what_they_can_hold_at_a_step(pad, fails):
     assert torch.equal(out, expected)
 
 
-def test_rows_that_capture_could_save_can_be_saved_by_a_trial_too():
+def test_state_within_the_limit_of_a_capture_is_within_that_of_a_trial():
     cache = torch.zeros(64, WIDTH)
     limit = 3 * 8 * WIDTH * 4  # of the rows of the largest graph, three times
     runner = captured(caching(cache), inputs=CACHED, options={"state_limit_bytes": limit})
@@ -814,7 +816,7 @@ def test_rows_that_capture_could_save_can_be_saved_by_a_trial_too():
     assert runner.last_dispatch.reason is Reason.HIT
 
 
-def test_a_graph_that_is_captured_later_is_in_the_quarantine_of_its_kind():
+def test_a_lazily_captured_graph_joins_the_quarantine_of_its_variant():
     scale = [1.0]
     runner = GraphRunner(
         lambda x: x * scale[0],
@@ -839,7 +841,7 @@ def test_a_graph_that_is_captured_later_is_in_the_quarantine_of_its_kind():
     assert torch.equal(runner(x=rows(4)), rows(4) * 3)
 
 
-def test_a_step_in_quarantine_walks_through_the_forward_no_more(monkeypatch):
+def test_a_step_in_quarantine_does_not_search_the_forward_for_tensors(monkeypatch):
     weights = {"w": torch.ones(WIDTH)}
     runner = captured(lambda x: x * weights["w"])
     for count in (8, 7, 1, 4):

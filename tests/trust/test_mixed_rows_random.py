@@ -65,7 +65,7 @@ def batch_of(rng: random.Random, most_reqs: int, often: float) -> Batch:
 
 
 @pytest.mark.parametrize("name", FORWARDS)
-def test_no_traffic_gets_rows_that_are_mixed(name: str) -> None:
+def test_random_traffic_never_returns_rows_mixed_with_padding(name: str) -> None:
     forward, quarantined = FORWARDS[name], 0
     for seed in range(PROGRAMS):
         rng = random.Random(f"{name} {seed}")

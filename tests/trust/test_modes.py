@@ -61,7 +61,7 @@ def runner_of(mode="FULL", **options):
 @pytest.mark.parametrize("outputs", ["pool", "static", "clone"])
 @pytest.mark.parametrize("graphs", ["FULL", "PIECEWISE"])
 @pytest.mark.parametrize("made", [Sees, Dispatches])
-def test_a_step_under_a_mode_is_what_eager_is_under_it(made, graphs, outputs):
+def test_a_step_under_a_torch_mode_runs_eagerly_and_gives_the_eager_result(made, graphs, outputs):
     runner = runner_of(graphs, outputs=outputs)
     for _ in range(3):
         named = f"modes: {made.__name__}, none at"
@@ -73,7 +73,7 @@ def test_a_step_under_a_mode_is_what_eager_is_under_it(made, graphs, outputs):
         runner = runner_of(graphs, outputs=outputs)
 
 
-def test_both_kinds_at_once_are_seen_and_named():
+def test_function_and_dispatch_modes_active_together_are_both_named():
     runner = runner_of(strict=True)
     with Sees(), Dispatches(), pytest.raises(VerificationError) as caught:
         runner(x=torch.ones(2, WIDTH))
@@ -81,7 +81,7 @@ def test_both_kinds_at_once_are_seen_and_named():
     assert "torch dispatch modes: Dispatches" in str(caught.value)
 
 
-def test_flops_of_a_step_are_counted():
+def test_the_flop_counter_mode_counts_the_flops_of_a_step():
     runner = runner_of()
     with pytest.warns(GraphQuarantinedWarning), FlopCounterMode(display=False) as counter:
         runner(x=torch.ones(4, WIDTH))
@@ -95,7 +95,7 @@ def test_a_mode_sees_the_operators_of_the_forward():
     assert [each for each in mode.seen if "copy" in each] == []
 
 
-def test_modes_of_the_capture_are_those_of_its_steps():
+def test_steps_replay_only_under_the_modes_active_at_capture():
     mode, other = Sees(), Sees()
     with mode:
         runner = runner_of()
@@ -115,7 +115,7 @@ def test_modes_of_the_capture_are_those_of_its_steps():
         assert runner.last_dispatch.reason.name == "HIT"
 
 
-def test_a_default_device_that_is_the_same_is_no_other_setting():
+def test_an_equal_default_device_keeps_graphs_replaying():
     runner = runner_of()
     with torch.device("cpu"):
         runner(x=torch.ones(4, WIDTH))
@@ -130,7 +130,7 @@ def test_a_default_device_that_is_the_same_is_no_other_setting():
     assert runner(x=x) is not None and runner.last_dispatch.reason.name == "HIT"
 
 
-def test_a_profiler_is_no_mode():
+def test_steps_under_a_profiler_are_replayed():
     runner = runner_of()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         runner(x=torch.ones(4, WIDTH))
@@ -139,7 +139,7 @@ def test_a_profiler_is_no_mode():
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("made", [Sees, Dispatches])
-def test_a_step_of_a_gpu_under_a_mode_is_what_eager_is_under_it(made):
+def test_a_step_on_a_gpu_under_a_torch_mode_gives_the_eager_result(made):
     weight = WEIGHT.cuda()
     runner = GraphRunner(
         lambda x: x @ weight, mode="FULL", sizes=[4], inputs={"x": X}, platform="cuda"

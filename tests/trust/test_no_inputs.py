@@ -104,7 +104,7 @@ def test_reports_findings_and_warnings_hold_no_prompt_and_no_value_of_an_input(m
     assert not re.search(r"tensor\(", said)
 
 
-def test_a_string_is_told_by_where_it_is():
+def test_a_differing_string_is_described_by_its_place_and_not_its_text():
     assert "others with 4 tokens of 4 requests, at [1]" in said_of(GivesPrompts(), "capture")
 
 
@@ -116,7 +116,7 @@ class KeepsLongPrompts(KeepsPrompts):
         return y
 
 
-def test_a_long_text_that_an_eager_step_left_is_told_by_its_length() -> None:
+def test_a_long_text_left_by_an_eager_step_is_not_quoted_by_the_warning() -> None:
     inputs = {"x": InputSpec(torch.float32, ("tokens", 4))}
     forward = KeepsLongPrompts()
     forward.last = "nothing yet"

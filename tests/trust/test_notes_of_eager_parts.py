@@ -88,7 +88,7 @@ def used(held: Any, x: torch.Tensor, count: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("level", ["capture", "always"])
 @pytest.mark.parametrize("do", [rows, rows_in_tuples, mean, arrays, last_array, used])
-def test_numbers_of_live_rows_differ_by_rounding_where_rows_are_padded(do, level):
+def test_numbers_noted_from_live_rows_may_differ_by_rounding_when_padded(do, level):
     """Products of other numbers of rows have other bits."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -116,7 +116,7 @@ def padding_by_halves(held: Any, x: torch.Tensor, count: int) -> None:
 @pytest.mark.parametrize(
     "do", [padding_rows, padding_in_the_mean, padding_in_an_array, padding_by_halves]
 )
-def test_numbers_that_padding_moves_are_noted(do):
+def test_python_numbers_changed_by_padding_rows_are_noted_in_the_report(do):
     notes = [note for each in serve(do, "capture").report().trust.trials for note in each.notes]
     assert any("padded steps leave other Python state" in note for note in notes), notes
 
@@ -150,14 +150,14 @@ def of_the_system(held: Any, x: torch.Tensor, count: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("level", ["capture", "always"])
 @pytest.mark.parametrize("do", [with_a_list, with_a_count, with_times, of_the_system])
-def test_what_an_eager_part_counts_is_not_what_its_clock_changes(do, level):
+def test_an_eager_part_that_counts_and_reads_a_clock_is_replayed_without_warnings(do, level):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         runner = serve(do, level)
     assert runner.report().reasons[Reason.HIT] == len(COUNTS)
 
 
-def test_what_a_captured_piece_goes_by_is_found_beside_a_clock():
+def test_a_call_counter_in_a_captured_piece_is_found_beside_a_clock():
     held = SimpleNamespace(calls=0)
     part = eager_break(lambda x: x + now() * 1e-3)
 
@@ -172,7 +172,7 @@ def test_what_a_captured_piece_goes_by_is_found_beside_a_clock():
 
 
 @pytest.mark.parametrize("by_name", [False, True])
-def test_a_number_that_a_part_is_given_is_found_before_it_is_another_one(by_name: bool) -> None:
+def test_a_counter_passed_to_an_eager_part_is_found_before_its_value_changes(by_name: bool) -> None:
     held = SimpleNamespace(calls=0)
     part = eager_break(lambda x, thousands: x + thousands)
 
@@ -254,14 +254,14 @@ def first_scale_of_what_is_written(held: Any, x: torch.Tensor, count: int) -> to
         first_scale_of_what_is_written,
     ],
 )
-def test_other_values_of_a_first_run_are_nothing(do):
+def test_values_noted_by_only_the_first_run_are_replayed_without_warnings(do):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         runner = serve(do, "capture")
     assert runner.report().reasons[Reason.HIT] == len(COUNTS)
 
 
-def test_a_real_batch_before_the_capture_gives_the_scale():
+def test_a_scale_noted_from_a_batch_before_capture_is_used_by_replays():
     model, twin = Noting(first_scale).eval(), Noting(first_scale).eval()
     runner = GraphRunner(model, mode="PIECEWISE", sizes=[4], inputs={"x": X})
     with torch.no_grad():
@@ -274,7 +274,7 @@ def test_a_real_batch_before_the_capture_gives_the_scale():
     assert runner.last_dispatch.reason is Reason.HIT
 
 
-def test_where_eager_parts_give_something_else_at_every_call_replays_are_not_compared():
+def test_replays_are_not_compared_where_eager_parts_differ_at_every_call():
     # Of C's, where no trial puts it back.
     calls = ctypes.c_int(0)
 

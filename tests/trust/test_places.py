@@ -433,7 +433,7 @@ def name(function: Any) -> Any:
 
 
 @pytest.mark.parametrize("live", [*EVERYWHERE, in_set], ids=name)
-def test_a_tensor_is_found_named_and_seen_to_be_replaced(live):
+def test_a_tensor_is_found_by_path_and_its_replacement_is_reported(live):
     value = tensor()
     forward, path, put = live(value)
     places = places_of(forward)
@@ -464,7 +464,7 @@ def test_a_tensor_is_found_named_and_seen_to_be_replaced(live):
     ],
     ids=str,
 )
-def test_a_number_is_found_named_and_seen_to_change(live, before, after):
+def test_a_number_is_found_by_path_and_its_change_is_reported(live, before, after):
     forward, path, put = live(before)
     places = places_of(forward)
     indices = [i for i, place in enumerate(places.numbers) if place.path == path]
@@ -479,7 +479,7 @@ def test_a_number_is_found_named_and_seen_to_change(live, before, after):
 
 
 @pytest.mark.parametrize("live", EVERYWHERE, ids=name)
-def test_a_number_is_put_back_where_that_is_possible(live):
+def test_a_changed_number_is_put_back_where_its_holder_is_writable(live):
     forward, path, put = live(7)
     places = places_of(forward)
     place = next(place for place in places.numbers if place.path == path)
@@ -600,7 +600,7 @@ def add_buffer(model):
     ],
     ids=name,
 )
-def test_a_module_that_changed_is_seen(change, path):
+def test_each_change_to_a_module_is_reported_with_its_path(change, path):
     model = Model()
     looked = Looked(places_of(model))
     assert looked.broken() == []
@@ -623,13 +623,13 @@ def test_every_tensor_of_a_module_is_found_under_every_name():
     assert found["model.layers[1].linear.weight"] is found["model.layers[0].linear.weight"]
 
 
-def test_a_method_that_was_replaced_on_the_class_is_seen(monkeypatch):
+def test_a_method_replaced_on_the_class_is_reported(monkeypatch):
     looked = Looked(places_of(Model()))
     monkeypatch.setattr(Block, "forward", lambda self, x: x)
     assert looked.broken() == ["Block.forward"]
 
 
-def test_code_that_was_replaced_is_seen():
+def test_replaced_code_of_a_function_is_reported():
     def forward(x):
         return x
 
@@ -651,7 +651,7 @@ def test_the_number_that_makes_a_sliding_cache_wrong_is_named():
     assert moved == "model.layers[1].position"
 
 
-def test_modules_in_training_are_numbers():
+def test_the_training_flag_of_a_module_is_watched_as_a_number():
     model = Model()
     places = places_of(model)
     index = [place.path for place in places.numbers].index("model.layers[0].linear.training")
@@ -659,7 +659,7 @@ def test_modules_in_training_are_numbers():
     assert values_of(places)[index] is False
 
 
-def test_a_replaced_container_of_numbers_is_seen():
+def test_a_replaced_container_of_numbers_is_reported():
     model = Model()
     model.state = {"position": 1}
     places = places_of(model)
@@ -668,12 +668,12 @@ def test_a_replaced_container_of_numbers_is_seen():
     assert changed(values) == ["model.state"]
 
 
-def test_a_compiled_module_is_seen_through():
+def test_tensors_inside_a_torch_compiled_module_are_found():
     compiled = places_of(torch.compile(Model(), backend="eager"))
     assert "model._orig_mod.layers[0].table" in {place.path for place, _ in compiled.tensors}
 
 
-def test_a_parameter_that_is_not_made_yet_is_seen_when_it_is():
+def test_a_lazy_parameter_is_reported_once_initialized():
     model = nn.LazyLinear(2)
     looked = Looked(places_of(model))
     assert looked.broken() == []
@@ -681,7 +681,7 @@ def test_a_parameter_that_is_not_made_yet_is_seen_when_it_is():
     assert "model.weight" in looked.broken()
 
 
-def test_a_wrapper_is_seen_through():
+def test_tensors_behind_a_graph_wrapper_are_found():
     model = Model()
     wrapper = GraphWrapper(model, GraphMode.FULL, pool=GraphPool())
     inside = Model()
@@ -698,6 +698,6 @@ def test_a_wrapper_is_seen_through():
         assert path in named
 
 
-def test_a_slot_that_was_not_there_is_told_as_nothing():
+def test_a_missing_attribute_is_described_as_nothing():
     assert described({"model.seen": (MISSING, 3)}) == "model.seen = nothing, then 3"
     assert described({"a": (2, MISSING)}, "{path} = {0}, not {1}") == "a = 2, not nothing"

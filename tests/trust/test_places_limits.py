@@ -117,7 +117,7 @@ def paths(found: Any) -> list[str]:
     ],
     ids=["object", "dict", "list", "tuple", "deque", "nested"],
 )
-def test_nothing_of_the_user_is_run(wrap):
+def test_the_walk_calls_no_code_of_user_classes(wrap):
     value, number = torch.ones(1), [5, 6]
     held, numbers = wrap(value), wrap(number)
     places = places_of(lambda x: (held, numbers))
@@ -130,7 +130,7 @@ def test_nothing_of_the_user_is_run(wrap):
             place.set(place.get())
 
 
-def test_sets_classes_modules_and_subclasses_of_numbers_are_not_asked():
+def test_the_walk_calls_no_methods_of_user_sets_metaclasses_modules_or_numbers():
     held = RefusingSet([1, 2])
     number = Frozen(3)
     cls, model = OfRefusingMeta, nn.Linear(1, 1)
@@ -149,7 +149,7 @@ def test_sets_classes_modules_and_subclasses_of_numbers_are_not_asked():
     assert all(map(same_value, before, values_of(places)))
 
 
-def test_keys_with_their_own_hash_are_found_by_identity():
+def test_dict_keys_with_a_custom_hash_are_found_by_identity():
     key, value = RefusingKey(), torch.ones(1)
     held = {key: 7, "a": 8, RefusingKey(): value}
     RefusingKey.works = False
@@ -177,7 +177,7 @@ def test_a_tensor_of_a_subclass_that_moved_is_seen():
         assert looked.broken() == ["default value"]
 
 
-def test_circles_and_depth_end():
+def test_the_walk_ends_for_circular_and_deeply_nested_containers():
     deep: Any = torch.ones(1)
     for _ in range(5000):
         deep = [deep]
@@ -199,7 +199,7 @@ def test_circles_and_depth_end():
     ],
     ids=lambda held: type(held).__name__,
 )
-def test_long_containers_of_numbers_cost_nothing_and_are_known_by_their_length(held):
+def test_long_containers_of_numbers_are_watched_by_length_alone_and_quickly(held):
     took = []
     for _ in range(3):
         started = time.perf_counter()
@@ -213,19 +213,19 @@ def test_long_containers_of_numbers_cost_nothing_and_are_known_by_their_length(h
         assert changed(values) == ["len(closure held)"]
 
 
-def test_a_long_list_of_tensors_is_read():
+def test_the_walk_reads_every_tensor_of_a_long_list():
     held = [torch.ones(1)] * 5000
     assert len(places_of(lambda x: held).tensors) == 5000
 
 
-def test_the_limit_ends_the_walk():
+def test_the_walk_stops_at_its_limit_of_objects():
     held = [[i] for i in range(3000)]
     places = places_of(lambda x: held, limit=100)
     assert len(places.numbers) < 200
     assert len(places_of(lambda x: held).numbers) == 3000
 
 
-def test_iterators_are_passed_over_and_arrays_listed():
+def test_the_walk_skips_iterators_and_lists_arrays():
     generator = (i for i in range(3))
     iterator, array = iter([1]), np.ones(2)
     held = functools.lru_cache(lambda x: x)
@@ -237,7 +237,7 @@ def test_iterators_are_passed_over_and_arrays_listed():
 
 
 @pytest.mark.parametrize("size", [None, 4])
-def test_what_a_cached_function_holds_is_found(size):
+def test_tensors_held_by_a_cached_function_are_found(size):
     scale = torch.ones(1)
 
     @functools.lru_cache(maxsize=size)
@@ -250,7 +250,7 @@ def test_what_a_cached_function_holds_is_found(size):
     assert "closure table, cached" in paths([(p, t) for p, t in places.tensors if t is cached])
 
 
-def test_numbers_of_numpy_are_numbers():
+def test_numpy_scalars_are_watched_as_numbers():
     held = [np.float32(0.5), np.int64(3)]
     places = places_of(lambda x: held)
     before = values_of(places)
@@ -258,14 +258,14 @@ def test_numbers_of_numpy_are_numbers():
     assert [*map(same_value, before, values_of(places))] == [True, False]
 
 
-def test_locks_generators_of_torch_and_libraries_are_passed_over():
+def test_the_walk_skips_locks_torch_generators_and_libraries():
     lock, rng, stream = threading.Lock(), torch.Generator(), torch.nn.functional
     places = places_of(lambda x: (lock, rng, stream, torch, np, sys, gc.collect, torch.relu))
     assert places.numbers == [] and places.tensors == []
     assert [place.path for place, _ in places.objects] == ["<lambda>.__code__"]
 
 
-def test_methods_that_no_code_names_are_not_read():
+def test_methods_that_no_called_code_names_are_not_read():
     class Own:
         def __call__(self, x):
             return self.used(x)
@@ -279,7 +279,7 @@ def test_methods_that_no_code_names_are_not_read():
     assert paths_of_numbers(Own()) == ["Own.used, default scale"]
 
 
-def test_helpers_of_helpers_are_read_up_to_a_distance():
+def test_helper_functions_are_read_up_to_a_depth_of_calls():
     source = "\n".join(f"def f{i}(x, at={i}): return f{i + 1}(x)" for i in range(8))
     names: dict[str, Any] = {"__name__": "helpers_of_user", "f8": 8}
     exec(source, names)
@@ -315,11 +315,11 @@ def paths_of_numbers(forward: Any) -> list[str]:
         ([1], [1], False),
     ],
 )
-def test_same_value(before, after, same):
+def test_same_value_compares_type_and_value_of_immutables(before, after, same):
     assert same_value(before, after) is same
 
 
-def test_places_do_not_outlive_what_they_are_of():
+def test_dropping_the_places_frees_the_model():
     model = nn.Sequential(nn.Linear(2, 2))
     places = places_of(model)
     seen = weakref.ref(model)
@@ -400,7 +400,7 @@ def build(draw: Any, depth: int, leaves: list[Any], make: Any) -> Any:
 
 @settings(max_examples=150, deadline=None)
 @given(st.data())
-def test_of_random_containers_exactly_the_slot_that_changed_says_so(data):
+def test_in_random_containers_exactly_the_changed_slot_is_reported(data):
     counter = iter(range(10**6))
     leaves: list[Any] = []
 

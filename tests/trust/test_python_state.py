@@ -333,12 +333,12 @@ def in_a_method() -> Callable[..., Any]:
     return Model()
 
 
-def test_state_of_an_eager_method_is_found_by_name():
+def test_python_state_that_an_eager_method_advances_is_named():
     right, ran, said, _ = served(in_a_method, mode="PIECEWISE")
     assert right and ran[-1] is Reason.QUARANTINED and "model.seen" in said[0]
 
 
-def test_state_in_a_global_is_found():
+def test_python_state_in_a_global_that_an_eager_part_advances_is_named():
     # The twin and the graphs' forward share it: only what is said is looked at.
     _, ran, said, _ = served(lambda: part_of(in_a_global()), mode="PIECEWISE")
     assert ran[-1] is Reason.QUARANTINED and "global SEEN" in said[0]
@@ -354,7 +354,7 @@ def only_written(advance: Callable[[int], float]) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("holder", HOLDERS, ids=lambda each: each.__name__)
-def test_state_that_reaches_no_output_is_a_note_and_no_quarantine(holder):
+def test_python_state_that_reaches_no_output_is_noted_without_quarantine(holder):
     right, ran, said, runner = served(lambda: only_written(holder()), mode="PIECEWISE")
     assert right and set(ran) == {Reason.HIT}
     assert said == []
@@ -363,7 +363,7 @@ def test_state_that_reaches_no_output_is_a_note_and_no_quarantine(holder):
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 @pytest.mark.parametrize("eager", [False, True])
-def test_a_count_of_calls_is_nothing(mode, eager):
+def test_a_forward_that_only_counts_its_calls_is_replayed_without_warnings(mode, eager):
     def make() -> Callable[..., Any]:
         held = SimpleNamespace(calls=0, log=[], at=np.zeros(1))
 
@@ -386,7 +386,7 @@ def test_a_count_of_calls_is_nothing(mode, eager):
     assert right and set(ran) == {Reason.HIT} and not said
 
 
-def test_tables_by_rows_and_times_in_an_eager_part_are_nothing():
+def test_an_eager_part_that_keeps_tables_and_timings_is_replayed_without_warnings():
     def make() -> Callable[..., Any]:
         tables: dict[int, torch.Tensor] = {}
         held = SimpleNamespace(mean_s=0.0, starts=[], last=None)
@@ -408,7 +408,7 @@ def test_tables_by_rows_and_times_in_an_eager_part_are_nothing():
     assert right and set(ran) == {Reason.HIT} and not said
 
 
-def test_figures_in_a_captured_piece_are_nothing():
+def test_a_row_count_kept_in_a_captured_piece_is_replayed_without_warnings():
     """Replays move nothing there, padded or not."""
 
     def make() -> Callable[..., Any]:
@@ -426,7 +426,7 @@ def test_figures_in_a_captured_piece_are_nothing():
         assert right and set(ran) == {Reason.HIT} and not said
 
 
-def test_state_by_the_live_rows_of_the_context_is_right():
+def test_a_row_count_of_the_live_rows_from_the_context_is_right_and_replayed():
     from graphrt import current_context
 
     def make() -> Callable[..., Any]:
@@ -461,7 +461,7 @@ def moved_by_large_steps(**kept: Any) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_number_that_a_step_without_a_graph_moves_is_found(level):
+def test_a_number_changed_by_a_step_too_large_for_graphs_is_found(level):
     right, ran, said, _ = served(
         moved_by_large_steps, (4, 3, 8, 5, 4, 12, 4, 8, 3, 12, 5), level=level
     )
@@ -470,7 +470,7 @@ def test_a_number_that_a_step_without_a_graph_moves_is_found(level):
     assert len(said) == 1 and "held.scale" in said[0]
 
 
-def test_it_is_found_where_the_step_raised_too():
+def test_a_number_changed_by_an_eager_step_that_raised_is_found():
     held = SimpleNamespace(scale=1.0)
 
     def forward(x: torch.Tensor) -> torch.Tensor:
@@ -489,7 +489,7 @@ def test_it_is_found_where_the_step_raised_too():
 
 
 @pytest.mark.parametrize("kind", ["text", "flag", "list", "dict", "item", "object", "array"])
-def test_values_of_other_kinds_that_an_eager_step_moves_are_found(kind):
+def test_python_values_of_any_type_changed_by_an_eager_step_are_found(kind):
     def make() -> Callable[..., Any]:
         held = SimpleNamespace(
             text="a",
@@ -531,7 +531,7 @@ def test_values_of_other_kinds_that_an_eager_step_moves_are_found(kind):
     assert right and ran[6:] == [Reason.QUARANTINED] * 3 and len(said) == 1
 
 
-def test_a_count_that_eager_steps_move_goes_on_replaying():
+def test_counts_advanced_by_eager_steps_cost_few_trials_and_no_quarantine():
     def make() -> Callable[..., Any]:
         held = SimpleNamespace(calls=0, seen=0, large=0, log=[], shape=(), last="")
 
@@ -556,7 +556,7 @@ def test_a_count_that_eager_steps_move_goes_on_replaying():
     assert sum(steps.values()) <= 12, steps
 
 
-def test_a_number_that_only_an_eager_part_reads_goes_on_replaying():
+def test_a_changed_number_read_only_by_an_eager_part_keeps_graphs_replaying():
     def make() -> Callable[..., Any]:
         held = SimpleNamespace(scale=1.0)
         part = eager_break(lambda x: x * held.scale)
@@ -574,7 +574,7 @@ def test_a_number_that_only_an_eager_part_reads_goes_on_replaying():
 
 @pytest.mark.parametrize("mode", ["PIECEWISE", "FULL"])
 @pytest.mark.parametrize("make", [lambda: Counting(), lambda: CountingModule()])
-def test_a_number_whose_default_is_the_class_own_is_put_back(make, mode):
+def test_a_counter_with_a_class_level_default_is_put_back_after_capture(make, mode):
     held = make()
 
     def count(x: torch.Tensor) -> torch.Tensor:
@@ -613,7 +613,7 @@ mixing = (
 
 @pytest.mark.parametrize("level", ["capture", "first"])
 @pytest.mark.parametrize("forward", mixing)
-def test_a_step_of_zeros_is_no_padded_trial(level, forward):
+def test_a_step_of_zeros_does_not_count_as_a_trial_of_padding(level, forward):
     runner = runner_of(lambda x: forward(x) + 1, level)
     for count in (3, 8, 4, 5, 1):
         assert torch.allclose(
@@ -625,7 +625,7 @@ def test_a_step_of_zeros_is_no_padded_trial(level, forward):
 
 
 @pytest.mark.parametrize("forward", [lambda x: x.softmax(0), lambda x: x.logsumexp(0) + x])
-def test_a_first_padded_step_of_zeros_is_tried_all_the_same(forward):
+def test_the_first_padded_step_is_tried_although_its_rows_are_zeros(forward):
     """What mixes rows of zeros too: how many rows there are shows."""
     runner = runner_of(forward)
     runner(x=torch.zeros(4, WIDTH))
@@ -648,7 +648,7 @@ def embedded() -> tuple[Callable[..., Any], dict[str, InputSpec]]:
     return forward, inputs
 
 
-def test_each_input_has_to_differ_from_its_padding():
+def test_a_trial_of_padding_needs_every_input_to_differ_from_its_padding():
     """Positions differ in a warm-up of zeros, and the tokens that mix do not."""
     forward, inputs = embedded()
     runner = runner_of(forward, inputs=inputs)
@@ -661,7 +661,7 @@ def test_each_input_has_to_differ_from_its_padding():
 
 
 @pytest.mark.parametrize("pad", [1.0, "repeat"])
-def test_rows_equal_to_other_paddings_are_no_padded_trial(pad):
+def test_rows_equal_to_a_nonzero_pad_value_do_not_count_as_a_trial_of_padding(pad):
     spec = InputSpec(torch.float32, ("tokens", WIDTH), pad=pad)
     runner = runner_of(lambda x: x - x.mean(0), inputs={"x": spec})
     for count in (4, 3, 8, 5):
@@ -670,7 +670,7 @@ def test_rows_equal_to_other_paddings_are_no_padded_trial(pad):
         runner(x=rows(3))
 
 
-def test_rows_that_equal_one_another_and_not_the_padding_are_a_padded_trial():
+def test_equal_rows_unlike_the_padding_count_as_a_trial_of_padding():
     runner = runner_of(lambda x: x - x.mean(0))
     runner(x=rows(4))
     with pytest.warns(GraphQuarantinedWarning):
@@ -678,7 +678,7 @@ def test_rows_that_equal_one_another_and_not_the_padding_are_a_padded_trial():
 
 
 @pytest.mark.parametrize("count", [1, 3, 8])
-def test_a_step_of_all_tokens_and_few_requests_shows_nothing_of_the_padding_of_tokens(count):
+def test_a_step_with_full_tokens_and_few_requests_is_no_trial_of_token_padding(count):
     """As the chunks of a long prompt are: with them alone no token is padding."""
     runner = runner_of(lambda x: x - x.mean(0), sizes=[8], max_num_reqs=8)
     for seed in range(3):
@@ -690,7 +690,7 @@ def test_a_step_of_all_tokens_and_few_requests_shows_nothing_of_the_padding_of_t
     assert torch.allclose(out, x - x.mean(0))
 
 
-def test_padding_of_requests_alone_is_tried():
+def test_a_step_whose_only_padding_is_of_requests_is_tried():
     """A step of all tokens was no padded one, however few of its requests were live."""
 
     def forward(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -707,7 +707,7 @@ def test_padding_of_requests_alone_is_tried():
     assert torch.allclose(out, x + 1)
 
 
-def test_padding_of_requests_is_tried_once_and_left_alone():
+def test_padding_of_requests_is_tried_once_and_then_not_again():
     def forward(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         return x + bias[:1]
 
@@ -724,7 +724,7 @@ def test_padding_of_requests_is_tried_once_and_left_alone():
     assert [t.steps for t in runner.report().trust.trials] == [3]
 
 
-def test_an_input_that_always_equals_its_padding_is_not_tried_for_ever():
+def test_trials_end_although_an_input_always_equals_its_padding():
     def forward(x: torch.Tensor, types: torch.Tensor) -> torch.Tensor:
         return x * 2 + types[:, None]
 
@@ -736,7 +736,7 @@ def test_an_input_that_always_equals_its_padding_is_not_tried_for_ever():
     assert not runner._engine._checks.pending  # no step is looked at any more
 
 
-def test_an_example_of_zeros_is_no_padded_trial():
+def test_an_example_of_zeros_does_not_count_as_a_trial_of_padding():
     from graphrt import Example
 
     runner = runner_of(
@@ -753,7 +753,7 @@ def negated(x: torch.Tensor) -> torch.Tensor:
     return -x
 
 
-def test_a_number_is_found_though_its_run_ends_in_the_eager_part_behind():
+def test_a_call_counter_is_found_though_its_run_stops_at_a_custom_operator():
     def make() -> Callable[..., Any]:
         held = SimpleNamespace(calls=0)
         part = eager_break(lambda x: negated(x))

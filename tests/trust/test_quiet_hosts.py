@@ -18,7 +18,7 @@ MOST_TRIALS = 16
 """Of one graph: a host may change a few attributes, and three changes of each are tried."""
 
 
-def test_new_names_at_every_step_are_tried_at_every_step_and_replayed() -> None:
+def test_a_new_attribute_at_every_step_is_tried_at_every_step_and_replayed() -> None:
     """Each may be one that the forward looks up next: as `forward` of a module is."""
     host = Host()
     host.state = types.SimpleNamespace()
@@ -41,12 +41,12 @@ def test_new_names_at_every_step_are_tried_at_every_step_and_replayed() -> None:
         runner.close()
 
 
-def test_there_are_seventy() -> None:
+def test_the_table_has_at_least_seventy_quiet_hosts() -> None:
     assert len(HOSTS) >= 70, len(HOSTS)
 
 
 @pytest.mark.parametrize("name", HOSTS)
-def test_nothing_is_said_steps_are_right_and_trials_end(name: str) -> None:
+def test_runner_trials_end_without_warnings_for_harmless_host_changes(name: str) -> None:
     torch.manual_seed(0)
     host = Host()
     between = HOSTS[name](host)
@@ -80,7 +80,7 @@ def test_nothing_is_said_steps_are_right_and_trials_end(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", HOSTS)
-def test_by_a_key_nothing_is_said_either(name: str) -> None:
+def test_keyed_graph_trials_end_without_warnings_for_harmless_host_changes(name: str) -> None:
     torch.manual_seed(0)
     host, x = Host(), torch.zeros(2, WIDTH)
     between = HOSTS[name](host)

@@ -90,17 +90,17 @@ DRAWING = {
 
 @pytest.mark.parametrize("level", ["capture", "always"])
 @pytest.mark.parametrize("name", DRAWING)
-def test_rows_of_random_numbers_are_no_mixed_rows(name, level):
+def test_a_forward_that_draws_random_rows_is_replayed_without_warnings(name, level):
     goes_on(DRAWING[name], level=level)
 
 
 @pytest.mark.parametrize("name", ["twice", "dropout", "multinomial", "normal"])
-def test_nor_are_they_in_an_eager_part(name):
+def test_an_eager_part_that_draws_random_rows_is_replayed_without_warnings(name):
     part = eager_break(DRAWING[name])
     goes_on(lambda x: part(x + 1) + 1, "PIECEWISE")
 
 
-def test_nor_are_those_of_an_own_generator():
+def test_draws_from_a_generator_of_the_forward_are_replayed_without_warnings():
     own = torch.Generator().manual_seed(3)
     part = eager_break(lambda x: x + torch.randn(x.shape, generator=own))
     goes_on(lambda x: part(part(x + 1)) + 1, "PIECEWISE")
@@ -116,7 +116,7 @@ MIXING = {
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 @pytest.mark.parametrize("name", MIXING)
-def test_mixed_rows_are_found_beside_random_numbers(name, mode):
+def test_mixed_rows_are_found_in_a_forward_that_also_draws_random_numbers(name, mode):
     part = eager_break(lambda x: MIXING[name](torch.rand_like(x) + x))
     forward = MIXING[name] if mode == "FULL" else lambda x: part(x + 1) + 1
     runner = runner_of(forward, mode)
@@ -157,13 +157,13 @@ def parts() -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
 
 @pytest.mark.parametrize("level", ["capture", "always"])
 @pytest.mark.parametrize("name", parts())
-def test_what_an_eager_part_draws_or_reads_is_its_own(name, level):
+def test_clocks_and_random_draws_in_an_eager_part_are_replayed_without_warnings(name, level):
     part = eager_break(parts()[name])
     goes_on(lambda x: part(x + 1) * 2, "PIECEWISE", level)
 
 
 @pytest.mark.parametrize("name", ["Python's", "an own one of Python", "an own one of NumPy"])
-def test_a_trial_draws_as_often_as_one_step(name):
+def test_a_tried_step_advances_python_and_numpy_generators_as_a_plain_step(name):
     """Generators that only the forward has are put back after captures and trials too."""
     part, twin = eager_break(parts()[name]), parts()[name]
     random.seed(5)
@@ -180,7 +180,7 @@ def coarse() -> float:
 
 
 @pytest.mark.parametrize("where", ["captured", "both", "argument"])
-def test_a_clock_of_a_captured_piece_is_found(where):
+def test_a_clock_read_in_a_captured_piece_is_found(where):
     part = eager_break(lambda x, now: x + (coarse() if where == "both" else now * 0))
 
     def forward(x: torch.Tensor) -> torch.Tensor:
@@ -198,13 +198,13 @@ def test_a_clock_of_a_captured_piece_is_found(where):
 
 
 @pytest.mark.parametrize("draw", [random.random, np.random.rand])
-def test_a_draw_of_the_host_in_a_captured_piece_is_named_as_one(draw):
+def test_a_python_or_numpy_draw_in_a_captured_piece_is_named_by_the_warning(draw):
     runner = runner_of(lambda x: x * float(draw()))
     with pytest.warns(GraphQuarantinedWarning, match="repeats those that Python and NumPy drew"):
         runner(x=torch.randn(4, WIDTH))
 
 
-def test_rows_that_an_eager_part_mixes_are_found_beside_its_draws():
+def test_mixed_rows_are_found_in_an_eager_part_that_also_draws_random_numbers():
     def mixed(x: torch.Tensor) -> torch.Tensor:
         noise = torch.tensor([random.random() for _ in x])[:, None]
         return x - x.mean(0) + noise
@@ -249,7 +249,7 @@ NORMS = ("old weight norm", "weight norm", "old spectral norm", "spectral norm")
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize("name", NORMS)
-def test_normalized_weights_are_replayed_and_nothing_is_said(name, train, mode):
+def test_normalized_weights_are_replayed_without_warnings(name, train, mode):
     with torch.no_grad():
         model, twin = normalized(name).train(train), normalized(name).train(train)
         with warnings.catch_warnings():
@@ -270,7 +270,7 @@ def test_normalized_weights_are_replayed_and_nothing_is_said(name, train, mode):
 
 @pytest.mark.parametrize("way", ["capture_next", "lazy"])
 @pytest.mark.parametrize("name", NORMS)
-def test_normalized_weights_are_no_stale_tensors_in_sessions_of_one_graph(name, way):
+def test_normalized_weights_raise_no_stale_tensor_warning_when_captured_graph_by_graph(name, way):
     model, twin = normalized(name).eval(), normalized(name).eval()
     options = GraphOptions(lazy=way == "lazy")
     with torch.no_grad(), warnings.catch_warnings():
@@ -284,7 +284,7 @@ def test_normalized_weights_are_no_stale_tensors_in_sessions_of_one_graph(name, 
             assert runner.last_dispatch.reason is Reason.HIT
 
 
-def test_a_tensor_of_the_inputs_that_is_left_is_still_warned_of():
+def test_an_attribute_computed_from_inputs_still_raises_a_stale_tensor_warning():
     from graphrt.errors import StaleTensorWarning
 
     class Leaving(nn.Module):
@@ -301,7 +301,7 @@ def test_a_tensor_of_the_inputs_that_is_left_is_still_warned_of():
         runner_of(Leaving())
 
 
-def test_draws_of_an_eager_part_that_are_near_one_another_are_no_difference_of_the_replay():
+def test_nearly_equal_draws_of_an_eager_part_do_not_fail_the_replay():
     def runner_over(values: Any) -> Any:
         part = eager_break(lambda x: x + next(values))
         return runner_of(lambda x: part(x + 1) * 2, "PIECEWISE")

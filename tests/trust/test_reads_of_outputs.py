@@ -38,7 +38,7 @@ def watched(
     return watch
 
 
-def test_an_output_that_nobody_kept_is_a_temporary_one(marked: list[int]) -> None:
+def test_an_output_that_the_forward_did_not_keep_is_no_read(marked: list[int]) -> None:
     handed_out: handout.HandedOut = []
     shell, reads = handout.Shell(torch.arange(4.0)), ReadSet(None)
     reads.note(watched(shell, handed_out, kept=None))
@@ -47,7 +47,7 @@ def test_an_output_that_nobody_kept_is_a_temporary_one(marked: list[int]) -> Non
     assert marked == []
 
 
-def test_an_output_that_the_forward_has_kept_is_read(marked: list[int]) -> None:
+def test_an_output_that_the_forward_keeps_is_a_read(marked: list[int]) -> None:
     handed_out: handout.HandedOut = []
     memory, kept = torch.arange(4.0), []
     shell, reads = handout.Shell(memory), ReadSet(None)
@@ -57,7 +57,7 @@ def test_an_output_that_the_forward_has_kept_is_read(marked: list[int]) -> None:
     assert len(marked) == 1 and kept
 
 
-def test_only_the_storage_of_an_output_that_nobody_has_is_spare(marked: list[int]) -> None:
+def test_only_the_storage_of_an_unreferenced_output_is_spare(marked: list[int]) -> None:
     handed_out: handout.HandedOut = []
     shell = handout.Shell(torch.arange(4.0))
     out = shell.hand_out((4,), handed_out)

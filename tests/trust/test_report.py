@@ -62,7 +62,7 @@ class Model(nn.Module):
 # What is read ------------------------------------------------------------------------------------
 
 
-def test_everything_that_is_read_or_written_has_a_line_with_its_name_and_bytes():
+def test_each_tensor_read_or_written_has_a_report_line_with_name_and_bytes():
     found = reads(captured(Model()))
     assert found.keys() == {"model.linear.weight", "model.state", "model.table"}
     weight, state, table = (found[f"model.{n}"] for n in ("linear.weight", "state", "table"))
@@ -75,25 +75,25 @@ def test_everything_that_is_read_or_written_has_a_line_with_its_name_and_bytes()
     assert not any(use.moved for use in found.values())
 
 
-def test_what_every_size_reads_is_one_line():
+def test_a_weight_read_by_graphs_of_all_sizes_has_only_a_single_line():
     model = SimpleNamespace(weight=torch.ones(WIDTH))
     runner = captured(lambda x: x * model.weight + model.weight)
     assert len(runner.report().trust.reads) == 1
 
 
 @pytest.mark.parametrize("level", ["off", "capture", "always"])
-def test_without_checks_nothing_is_known(level):
+def test_with_checks_off_the_report_has_no_reads_and_no_trials(level):
     trust = captured(Model(), level).report().trust
     assert bool(trust.reads) is (level != "off")
     assert bool(trust.trials) is (level != "off")
     assert trust.only_graphs_bytes == 0
 
 
-def test_a_forward_of_its_inputs_alone_reads_nothing():
+def test_the_report_of_a_forward_without_weights_has_no_reads():
     assert captured(lambda x: x * 2).report().trust.reads == ()
 
 
-def test_of_several_names_the_shortest_is_shown():
+def test_a_tensor_with_several_names_is_reported_by_the_shortest():
     model = SimpleNamespace(weight=torch.ones(WIDTH))
     model.a_longer_name = model.weight
     runner = captured(lambda x: x * model.weight * model.a_longer_name)
@@ -101,7 +101,7 @@ def test_of_several_names_the_shortest_is_shown():
     assert use.name.endswith("model.weight")
 
 
-def test_memory_that_no_walk_finds_has_no_name_and_a_line():
+def test_a_tensor_unreachable_from_the_forward_is_reported_without_a_name():
     def forever(weight: torch.Tensor) -> Iterator[torch.Tensor]:
         while True:
             yield weight
@@ -124,7 +124,7 @@ def noted(forward: Callable[..., Any], *runs: Callable[[], Any]) -> tuple[Tensor
     return found.table()
 
 
-def test_memory_that_a_run_lets_go_of_is_not_kept():
+def test_a_tensor_that_a_run_drops_is_not_kept_alive():
     held = [torch.ones(WIDTH), torch.ones(WIDTH)]
 
     def forward() -> torch.Tensor:
@@ -135,7 +135,7 @@ def test_memory_that_a_run_lets_go_of_is_not_kept():
 
 
 @pytest.mark.parametrize("writes", [0, 1, 2])
-def test_what_any_kind_of_graph_writes_is_written(writes):
+def test_state_written_by_any_graph_is_reported_as_written(writes):
     model = SimpleNamespace(state=torch.zeros(WIDTH))
     read, write = (lambda: model.state * 1), (lambda: model.state.add_(1))
     runs = [write if place == writes else read for place in range(2)]
@@ -168,7 +168,7 @@ def delete(model: Model) -> None:
 
 
 @pytest.mark.parametrize("change", [replace, other_data, load_assigned, whole_layer, delete])
-def test_a_weight_that_was_replaced_has_moved_and_only_graphs_hold_its_bytes(change):
+def test_a_replaced_weight_is_reported_as_moved_and_held_by_graphs_only(change):
     model = Model()
     runner = captured(model)
     change(model)
@@ -179,7 +179,7 @@ def test_a_weight_that_was_replaced_has_moved_and_only_graphs_hold_its_bytes(cha
     assert runner.report().trust.only_graphs_bytes == 64
 
 
-def test_a_weight_that_is_written_in_place_has_not_moved():
+def test_a_weight_written_in_place_is_not_reported_as_moved():
     model = Model()
     runner = captured(model)
     with torch.no_grad():
@@ -188,7 +188,7 @@ def test_a_weight_that_is_written_in_place_has_not_moved():
     assert runner.report().trust.only_graphs_bytes == 0
 
 
-def test_a_weight_with_two_names_is_held_as_long_as_one_of_them_has_it():
+def test_a_tied_weight_has_moved_only_once_both_names_are_replaced():
     model = SimpleNamespace(a=torch.ones(WIDTH))
     model.tied = model.a
     runner = captured(lambda x: x * model.a * model.tied)
@@ -198,7 +198,7 @@ def test_a_weight_with_two_names_is_held_as_long_as_one_of_them_has_it():
     assert [use.moved for use in runner.report().trust.reads] == [True]
 
 
-def test_a_weight_that_comes_back_has_not_moved():
+def test_a_replaced_weight_that_is_set_back_is_not_reported_as_moved():
     model = SimpleNamespace(weight=torch.ones(WIDTH))
     runner = captured(lambda x: x * model.weight)
     held, model.weight = model.weight, torch.ones(WIDTH)
@@ -207,7 +207,7 @@ def test_a_weight_that_comes_back_has_not_moved():
     assert runner.report().trust.only_graphs_bytes == 0
 
 
-def test_what_graphs_read_lives_until_release():
+def test_a_tensor_that_graphs_read_stays_alive_until_release():
     model = SimpleNamespace(weight=torch.ones(WIDTH))
     runner = captured(lambda x: x * model.weight)
     storage = StorageWeakRef(model.weight.untyped_storage())
@@ -221,7 +221,7 @@ def test_what_graphs_read_lives_until_release():
     assert runner.report().trust == TrustReport()
 
 
-def test_after_a_recapture_the_new_weight_is_read():
+def test_after_a_recapture_the_report_names_the_new_weight():
     model = SimpleNamespace(weight=torch.ones(WIDTH))
     runner = captured(lambda x: x * model.weight)
     model.weight = torch.zeros(2 * WIDTH)[:WIDTH]
@@ -238,7 +238,7 @@ def statuses(runner: GraphRunner) -> dict[int, tuple[str, int]]:
     return {each.descriptor.num_tokens: (each.status, each.steps) for each in trials}
 
 
-def test_graphs_are_untried_then_tried_then_in_quarantine():
+def test_a_graph_is_reported_untried_then_tried_then_quarantined():
     model = SimpleNamespace(factor=2.0)
     runner = captured(lambda x: x * model.factor, "always")
     assert statuses(runner) == {2: ("untried", 0), 4: ("untried", 0)}
@@ -253,13 +253,13 @@ def test_graphs_are_untried_then_tried_then_in_quarantine():
     assert len(failures) == 1 and "differs from eager" in failures.pop()
 
 
-def test_an_example_has_tried_them_before_the_first_step():
+def test_with_an_example_graphs_are_reported_tried_before_the_first_step():
     host = Host(example=lambda batch, _: Example({"x": torch.ones(batch.num_tokens, WIDTH)}))
     runner = captured(lambda x: x * 2, host=host)
     assert statuses(runner) == {2: ("tried", 1), 4: ("tried", 1)}
 
 
-def test_what_is_not_deterministic_is_noted_once_a_text():
+def test_a_nondeterministic_forward_is_noted_without_repeated_notes():
     noise = itertools.cycle([0.0, 5e-7, 1e-6])
 
     def forward(x: torch.Tensor) -> torch.Tensor:
@@ -273,7 +273,7 @@ def test_what_is_not_deterministic_is_noted_once_a_text():
     assert 1 <= len(record.notes) <= 8 and len(set(record.notes)) == len(record.notes)
 
 
-def test_a_report_is_a_snapshot_in_what_it_counts():
+def test_an_earlier_report_keeps_its_reads_after_a_step():
     runner = captured(lambda x: x * 2, "always")
     before = runner.report().trust
     assert before.unknown is None  # nobody has asked a graph of the CPU for pointers
@@ -282,7 +282,7 @@ def test_a_report_is_a_snapshot_in_what_it_counts():
     assert before.reads == ()
 
 
-def test_a_report_does_not_change_afterwards():
+def test_an_earlier_report_keeps_its_trial_statuses_after_a_step():
     runner = captured(lambda x: x * 2, "always")
     before = runner.report().trust.trials
     runner(x=torch.ones(4, WIDTH))
@@ -302,7 +302,7 @@ def putting(cache: torch.Tensor) -> Callable[..., torch.Tensor]:
     return forward
 
 
-def test_memory_that_only_padding_protects_has_a_line_with_its_rows():
+def test_state_too_large_to_save_is_reported_with_the_rows_that_padding_wrote():
     options = {"state_limit_bytes": 32}
     inputs = {"x": X, "slots": SLOTS}
     cache = torch.full((16,), 7.0)
@@ -315,14 +315,14 @@ def test_memory_that_only_padding_protects_has_a_line_with_its_rows():
     assert runner.report().trust.protected == ()
 
 
-def test_memory_that_can_be_saved_is_not_protected_by_padding():
+def test_state_small_enough_to_save_is_not_reported_as_protected_by_padding():
     cache = torch.full((16,), 7.0)
     runner = captured(putting(cache), inputs={"x": X, "slots": SLOTS})
     assert runner.report().trust.protected == ()
     assert cache.tolist() == [7.0] * 16
 
 
-def test_rows_that_no_padding_names_are_refused():
+def test_a_write_to_cache_rows_outside_the_padding_is_refused():
     forward = putting(torch.full((16,), 7.0))
     options, inputs = {"state_limit_bytes": 32}, {"x": X, "slots": SLOTS}
     with pytest.raises(StateTooLargeError, match=r"rows 4\n.*padding of index inputs \(\[3\]\)"):
@@ -331,6 +331,6 @@ def test_rows_that_no_padding_names_are_refused():
 
 @pytest.mark.parametrize("level", ["off", "capture"])
 @pytest.mark.parametrize("mixes", [False, True])
-def test_that_rows_are_mixed_by_design_is_said(mixes, level):
+def test_a_report_says_whether_rows_mix_by_design(mixes, level):
     host = Host(mixes_rows=mixes)
     assert captured(lambda x: x - x.mean(), level, host=host).report().trust.mixes_rows is mixes

@@ -27,7 +27,7 @@ def hidden(x: torch.Tensor, fill: float) -> torch.Tensor:
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 @pytest.mark.parametrize("check", ["capture", "always"])
-def test_memory_that_is_gone_after_the_run_is_not_compared(mode, check):
+def test_hidden_memory_freed_after_the_run_is_not_compared(mode, check):
     fills = iter(range(1, 1000))
 
     def forward(x):
@@ -50,7 +50,7 @@ def test_memory_that_is_gone_after_the_run_is_not_compared(mode, check):
             assert runner.last_dispatch.reason.name == "HIT"
 
 
-def test_memory_that_lies_where_other_memory_lay_is_saved_for_itself():
+def test_a_second_storage_at_a_reused_address_is_saved_separately():
     saves, state = SavedWrites(1 << 20), torch.zeros(4)
     with torch.no_grad():
         Watch(saves=saves).around(lambda: state.add_(1))
@@ -65,7 +65,7 @@ def test_memory_that_lies_where_other_memory_lay_is_saved_for_itself():
     assert torch.equal(again, torch.zeros(4))
 
 
-def test_what_is_gone_is_left_out_of_a_comparison():
+def test_freed_tensors_are_left_out_of_a_comparison_of_state():
     saves = SavedWrites(1 << 20)
     state, passing = torch.zeros(2), [torch.zeros(3)]
     with torch.no_grad():

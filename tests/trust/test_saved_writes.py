@@ -92,7 +92,7 @@ def fresh(dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 @settings(max_examples=150)
 @given(run=RUNS, dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64]))
-def test_whatever_was_written_over_overlapping_views_is_put_back(run, dtype):
+def test_any_writes_through_overlapping_views_are_put_back(run, dtype):
     base, saves = fresh(dtype), SavedWrites(MUCH)
     before = bits(base)
     do(saves, base, run)
@@ -106,7 +106,7 @@ def test_whatever_was_written_over_overlapping_views_is_put_back(run, dtype):
 
 @settings(max_examples=100)
 @given(runs=st.lists(RUNS, min_size=2, max_size=4))
-def test_several_runs_each_from_the_same_state_are_put_back(runs):
+def test_writes_of_several_runs_from_the_same_state_are_put_back(runs):
     base, saves = fresh(), SavedWrites(MUCH)
     before = bits(base)
     for run in runs:
@@ -117,7 +117,7 @@ def test_several_runs_each_from_the_same_state_are_put_back(runs):
 
 @settings(max_examples=100)
 @given(first=RUNS, second=RUNS)
-def test_what_a_run_left_can_be_written_again(first, second):
+def test_values_taken_after_a_run_can_be_restored_later(first, second):
     base, saves = fresh(), SavedWrites(MUCH)
     do(saves, base, first)
     left, values = bits(base), saves.take()
@@ -146,7 +146,7 @@ def test_a_run_without_memory_for_the_copy_does_not_stop_the_next_from_saving(na
     assert bits(base) == before
 
 
-def test_values_are_copies():
+def test_taken_values_are_copies_of_the_tensors():
     base, saves = torch.zeros(4), SavedWrites(MUCH)
     Watch(saves=saves).around(lambda: base.add_(1))
     [values] = saves.take()
@@ -155,7 +155,7 @@ def test_values_are_copies():
 
 
 @pytest.mark.parametrize("name", ["index_copy_", "index_fill_", "scatter_"])
-def test_tensors_without_dimensions_are_put_back(name):
+def test_writes_to_tensors_without_dimensions_are_put_back(name):
     state, saves = torch.tensor(3.0), SavedWrites(MUCH)
     source = torch.tensor(5.0) if name != "index_fill_" else 5.0
     Watch(saves=saves).around(lambda: getattr(state, name)(0, torch.tensor(0), source))
@@ -164,7 +164,7 @@ def test_tensors_without_dimensions_are_put_back(name):
     assert state.item() == 3
 
 
-def test_an_index_that_the_run_changes_afterwards_is_kept_as_it_was():
+def test_rows_are_restored_though_the_run_changed_its_index_afterwards():
     state, rows, saves = torch.zeros(4), torch.tensor([1]), SavedWrites(MUCH)
 
     def run():
@@ -178,7 +178,7 @@ def test_an_index_that_the_run_changes_afterwards_is_kept_as_it_was():
 
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("around", [torch.inference_mode, torch.no_grad, torch.enable_grad])
-def test_inference_tensors_and_gradients_do_not_stand_in_the_way(inference, around):
+def test_writes_to_inference_tensors_and_parameters_are_put_back(inference, around):
     with torch.inference_mode(inference):
         state, rows = torch.zeros(4), torch.zeros(4, 2)
     weight = torch.zeros(4, requires_grad=not inference)
@@ -218,13 +218,13 @@ def test_inference_tensors_and_gradients_do_not_stand_in_the_way(inference, arou
         (lambda t: t[:0].add_(1), 0),
     ],
 )
-def test_only_what_is_written_is_saved_and_once(write, elements):
+def test_only_written_elements_are_saved_and_each_only_once(write, elements):
     state, saves = torch.zeros(100, 8), SavedWrites(MUCH)
     Watch(saves=saves).around(lambda: write(state))
     assert saves.bytes == elements * 4
 
 
-def test_rows_that_several_runs_write_are_saved_once():
+def test_rows_written_by_several_runs_are_saved_only_once():
     state, saves = torch.zeros(100, 8), SavedWrites(MUCH)
     for _ in range(5):
         Watch(saves=saves).around(lambda: state.index_copy_(0, index(3), torch.ones(1, 8)))
@@ -267,7 +267,7 @@ def test_rows_beyond_the_limit_are_an_error_that_names_the_line_before_they_are_
 
 
 @pytest.mark.parametrize(("limit", "protected"), [(128, 0), (127, 1)])
-def test_whole_tensors_beyond_the_limit_are_known_by_sums(limit, protected):
+def test_a_tensor_too_large_to_save_is_checked_by_sums_and_not_restored(limit, protected):
     state, saves = torch.zeros(8, 4), SavedWrites(limit)
     Watch(saves=saves).around(lambda: state.mul_(2).add_(1))
     saves.restore()
@@ -276,7 +276,7 @@ def test_whole_tensors_beyond_the_limit_are_known_by_sums(limit, protected):
     assert bool(protected) == (state.sum().item() != 0)
 
 
-def test_without_sums_what_is_too_large_is_written_and_not_looked_at():
+def test_without_sums_a_tensor_too_large_to_save_is_not_checked():
     state, small = torch.zeros(8, 4), torch.zeros(2)
     saves = SavedWrites(16, sums=False)
     Watch(saves=saves).around(lambda: (small.add_(1), state.add_(1)))
@@ -301,7 +301,7 @@ PADDED_WRITES: dict[str, Callable[[torch.Tensor, int], object]] = {
 
 @pytest.mark.parametrize("name", PADDED_WRITES)
 @pytest.mark.parametrize("pads", [[7], [5], []])
-def test_only_rows_that_padding_names_may_differ_without_padding(name, pads):
+def test_only_rows_that_padding_writes_may_differ_from_the_unpadded_run(name, pads):
     state, saves = torch.zeros(2, 8, 3, 5), SavedWrites(MUCH)
     left: list[list[torch.Tensor]] = []
     # The first run saves memory that the second writes too.
@@ -334,7 +334,7 @@ DTYPES = [
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(5, 3), (5, 1), (5,), (5, 7, 3), (9, 8, 4), (2, 5, 3, 1)])
-def test_each_changed_row_is_seen_and_none_else(dtype, shape):
+def test_the_check_by_sums_names_exactly_the_changed_rows(dtype, shape):
     tensor = torch.zeros(shape, dtype=dtype)
     keys_and_values = shape[0] == 2
     rows = shape[1 if keys_and_values else 0]
@@ -379,7 +379,7 @@ def test_each_changed_row_is_seen_and_none_else(dtype, shape):
         ((17, 4, 32), [16], [16 * 32], False),
     ],
 )
-def test_rows_are_right_if_padding_names_them_or_their_page(shape, written, pads, ok):
+def test_changed_rows_pass_only_in_rows_or_pages_named_by_padding(shape, written, pads, ok):
     tensor = torch.zeros(shape)
     own = protection_check(tensor, "cache")
     keys_and_values = len(shape) > 1 and shape[0] <= 2
@@ -395,7 +395,7 @@ def test_rows_are_right_if_padding_names_them_or_their_page(shape, written, pads
     assert str(sorted(set(pads))) in str(raised.value)
 
 
-def test_many_rows_are_shown_as_the_first_of_them():
+def test_an_error_about_many_rows_lists_the_first_and_counts_the_rest():
     tensor = torch.zeros(20, 2)
     own = protection_check(tensor, "cache")
     tensor[3:] = 1
@@ -403,7 +403,7 @@ def test_many_rows_are_shown_as_the_first_of_them():
         own([])
 
 
-def test_a_view_with_strides_and_an_odd_offset_is_summed_row_by_row():
+def test_a_strided_view_with_an_odd_offset_is_summed_row_by_row():
     base = torch.zeros(10, 16, dtype=torch.uint8)
     for view in (base[1::2, 3:12], base.view(-1)[1:145].view(9, 16), base.t()):
         own = protection_check(view, "cache")
@@ -412,7 +412,7 @@ def test_a_view_with_strides_and_an_odd_offset_is_summed_row_by_row():
         view[2, 0] = 0
 
 
-def test_keys_moved_to_values_are_seen():
+def test_data_moved_from_keys_to_values_changes_the_sums():
     tensor = torch.zeros(2, 4, 3)
     tensor[0, 1] = 5
     own = protection_check(tensor, "cache")
@@ -420,7 +420,7 @@ def test_keys_moved_to_values_are_seen():
     assert own([1]) == "cache: rows 1 written by padding"
 
 
-def test_a_number_without_rows_beyond_the_limit_is_a_named_error():
+def test_a_scalar_tensor_beyond_the_limit_raises_state_too_large():
     state, saves = torch.tensor(0.0), SavedWrites(0)
 
     def run():
@@ -453,7 +453,7 @@ PARTS: dict[str, Callable[[torch.Tensor], object]] = {
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_of_writes_by_index_only_what_they_write_is_saved(name: str) -> None:
+def test_a_write_by_index_saves_only_the_elements_written(name: str) -> None:
     state = torch.randn(4, 8, 64, 16)
     state.view(-1)[0] = 4.0
     before, saves = state.clone(), SavedWrites(MUCH)

@@ -74,25 +74,25 @@ def params(table: dict[str, tuple[Any, ...]]) -> list[Any]:
 
 
 @pytest.mark.parametrize(("ours", "theirs", "place"), params(ALIKE | DIFFERENT))
-def test_runs_of_one_size_differ_in_whatever_an_operator_is_given(ours, theirs, place):
+def test_traces_of_equal_size_differ_by_any_operator_argument(ours, theirs, place):
     found = first_difference(traced(ours), traced(theirs))
     assert (None if found is None else found[0]) == place
 
 
 @pytest.mark.parametrize(("ours", "theirs"), params(OF_THE_SIZE))
-def test_what_follows_from_the_size_is_no_difference_between_sizes(ours, theirs):
+def test_traces_of_two_sizes_ignore_differences_that_follow_from_the_size(ours, theirs):
     ours, theirs = traced(ours), traced(theirs)
     assert first_difference(ours, theirs) is not None
     assert first_difference(ours, theirs, same_but_for_size) is None
 
 
 @pytest.mark.parametrize(("ours", "theirs", "place"), params(ALIKE | NOT_OF_THE_SIZE))
-def test_all_else_is_one_between_sizes_too(ours, theirs, place):
+def test_traces_of_two_sizes_still_differ_by_arguments_unrelated_to_size(ours, theirs, place):
     found = first_difference(traced(ours), traced(theirs), same_but_for_size)
     assert (None if found is None else found[0]) == place
 
 
-def test_between_sizes_what_follows_from_the_size_is_not_named():
+def test_a_difference_between_two_sizes_names_the_number_and_not_the_shape():
     found = first_difference(
         traced(lambda: rows(2) * 2.5), traced(lambda: rows(3) * 2.0), same_but_for_size
     )
@@ -111,20 +111,20 @@ def test_between_sizes_what_follows_from_the_size_is_not_named():
     ],
     ids=["operator", "number", "rows", "weight", "shorter", "longer"],
 )
-def test_what_differs_is_said_for_both(ours, theirs, text):
+def test_a_difference_is_described_for_both_traces(ours, theirs, text):
     found = first_difference(traced(ours), traced(theirs))
     said = found[1].replace("(2, 4)", "[2, 4]")
     assert text in said, said
 
 
-def test_values_of_tensors_are_no_difference():
+def test_values_of_tensors_make_no_difference_between_traces():
     weight = torch.ones(4)
     then = traced(lambda: weight + 1)
     weight.fill_(2)
     assert first_difference(traced(lambda: weight + 1), then) is None
 
 
-def test_memory_that_a_run_made_differs_by_shape_and_dtype_alone():
+def test_tensors_made_in_a_run_are_compared_by_shape_and_dtype_alone():
     assert traced(lambda: torch.ones(3) + 1) == traced(lambda: torch.ones(3) + 1)
     assert traced(lambda: torch.ones(3) + 1)[1] != traced(lambda: torch.zeros(3).int() + 1)[-1]
 
@@ -154,7 +154,7 @@ def followed(then: Callable[[], Any], now: Callable[[], Any]) -> Watch:
     return watch
 
 
-def test_the_same_run_does_not_deviate_whatever_it_calls(counted):
+def test_a_repeated_run_does_not_deviate_from_its_trace(counted):
     bump, calls = counted
     calls.clear()
     run = lambda: bump(TABLE[torch.tensor([7])]) * nan  # noqa: E731
@@ -162,20 +162,20 @@ def test_the_same_run_does_not_deviate_whatever_it_calls(counted):
     assert watch.deviation == "" and len(calls) == 2
 
 
-def test_a_deviation_into_torchs_own_operators_is_run_and_named():
+def test_a_run_that_deviates_into_torch_operators_continues_and_is_named():
     watch = followed(lambda: rows(2) * 2.0, lambda: rows(2) * 3.0 + 1)
     assert watch.deviation.startswith("aten.mul.Tensor at ")
     assert "test_trace.py" in watch.deviation
     assert len(watch.trace) == 3
 
 
-def test_more_operators_than_before_are_a_deviation_and_fewer_are_none():
+def test_a_longer_run_deviates_from_its_trace_and_a_shorter_does_not():
     assert followed(lambda: rows(2), lambda: rows(2) + 1).deviation
     assert not followed(lambda: rows(2) + 1, lambda: rows(2)).deviation
 
 
 @pytest.mark.parametrize("before", [0, 1])
-def test_a_hosts_operator_is_not_run_after_a_deviation(counted, before):
+def test_a_custom_operator_is_not_run_after_a_deviation(counted, before):
     bump, calls = counted
     then = traced(lambda: bump(rows(2) * 2.0))
     calls.clear()
@@ -233,13 +233,13 @@ UNKNOWN = (
 
 @pytest.mark.parametrize("name", NAMES + UNKNOWN)
 @pytest.mark.parametrize("rows", [[], [0, 7]])
-def test_indices_that_are_inside_are_in_bounds(name, rows):
+def test_indices_within_the_tensor_are_in_bounds(name, rows):
     assert in_bounds(*with_index(name, torch.tensor(rows, dtype=torch.int64)))
 
 
 @pytest.mark.parametrize("name", [*NAMES, *UNKNOWN])
 @pytest.mark.parametrize("row", [8, 1 << 20, -(1 << 20)])
-def test_indices_that_are_outside_are_not(name, row):
+def test_indices_beyond_the_tensor_are_out_of_bounds(name, row):
     assert not in_bounds(*with_index(name, torch.tensor([0, row])))
 
 
@@ -257,12 +257,12 @@ def test_indices_that_are_outside_are_not(name, row):
         ([torch.tensor([3], dtype=torch.int32)], True),
     ],
 )
-def test_each_index_is_compared_with_its_own_dimension(index, inside):
+def test_each_index_is_checked_against_its_own_dimension(index, inside):
     assert in_bounds(aten.index.Tensor, (torch.zeros(8, 4), index)) is inside
 
 
 @pytest.mark.parametrize(("row", "inside"), [(2, True), (3, False)])
-def test_a_mask_takes_as_many_dimensions_as_it_has(row, inside):
+def test_a_boolean_mask_indexes_as_many_dimensions_as_the_mask_has(row, inside):
     index = [torch.ones(8, 4, dtype=torch.bool), torch.tensor([row])]
     assert in_bounds(aten.index.Tensor, (torch.zeros(8, 4, 3), index)) is inside
 
@@ -277,7 +277,7 @@ def test_an_index_out_of_bounds_is_not_used_after_a_deviation(name):
     assert torch.equal(args[0], state)
 
 
-def test_an_index_out_of_bounds_as_it_was_before_is_torchs_to_refuse():
+def test_an_out_of_bounds_index_also_in_the_trace_raises_the_error_of_torch():
     index = torch.tensor([8])
     watch = Watch()
     with pytest.raises(IndexError):
@@ -286,7 +286,7 @@ def test_an_index_out_of_bounds_as_it_was_before_is_torchs_to_refuse():
         Watch(follows=watch.trace).around(lambda: TABLE[index])
 
 
-def test_operators_described_without_addresses_differ_by_numbers_and_shapes_alone():
+def test_traces_described_without_addresses_differ_by_numbers_and_shapes_alone():
     def described(tensor: torch.Tensor, number: float, *, with_addresses: bool = False) -> Trace:
         trace = traced(lambda: torch.cat([tensor, tensor * number]))
         return trace.described(with_addresses=with_addresses)

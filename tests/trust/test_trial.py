@@ -177,7 +177,7 @@ def bad(name: str) -> tuple[FakeStep, type[Exception], str]:
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_is_wrong_is_a_verdict_that_names_it(name):
+def test_each_defect_fails_the_trial_with_its_error_and_text(name):
     step, error, text = bad(name)
     verdict = tried(step)
     assert type(verdict.failure) is error and text in str(verdict.failure), verdict.failure
@@ -185,7 +185,7 @@ def test_what_is_wrong_is_a_verdict_that_names_it(name):
 
 
 @pytest.mark.parametrize("name", [each for each in BAD if each != "position"])
-def test_the_runs_and_their_order_are_the_same_for_good_and_bad(name):
+def test_correct_and_defective_steps_make_the_same_runs_in_the_same_order(name):
     step, _, _ = bad(name)
     tried(step)
     assert step.done == ORDER
@@ -199,7 +199,7 @@ def test_the_runs_and_their_order_are_the_same_for_good_and_bad(name):
     reason="runs with numbers moved on are made only where some move, and end at the first finding",
 )
 @pytest.mark.parametrize("name", ["counted", "position"])
-def test_the_runs_are_the_same_whether_numbers_move_or_not(name):
+def test_a_trial_makes_the_same_runs_whether_or_not_the_forward_counts_calls(name):
     """A rank that alone counts, or logs, makes collectives that the others do not make."""
     step = bad(name)[0] if name in BAD else FakeStep(Model())
     if name == "counted":
@@ -224,7 +224,7 @@ def test_ranks_that_try_together_make_the_same_runs_whatever_they_find(mode):
     assert steps[0] == steps[1] and len(steps[0]) > len(ORDER)
 
 
-def test_a_number_that_an_operator_is_given_and_that_changes_nothing_is_no_failure():
+def test_a_call_counter_passed_to_an_operator_without_effect_is_no_failure():
     model = Model()
 
     def forward(model: Model, x: torch.Tensor) -> torch.Tensor:
@@ -236,7 +236,7 @@ def test_a_number_that_an_operator_is_given_and_that_changes_nothing_is_no_failu
     assert verdict.failure is None and verdict.notes == []
 
 
-def test_numbers_that_move_are_moved_further_and_change_nothing():
+def test_a_forward_that_counts_calls_is_run_with_advanced_counts_and_passes():
     step = FakeStep(Model())
     step.model.forward = counted
     verdict = tried(step)
@@ -247,7 +247,7 @@ def test_numbers_that_move_are_moved_further_and_change_nothing():
 
 @pytest.mark.parametrize("undone", [False, True])
 @pytest.mark.parametrize("name", ["", "counted", *BAD])
-def test_every_run_starts_from_the_same_state(name, undone):
+def test_every_run_of_a_trial_starts_from_the_same_state(name, undone):
     step = bad(name)[0] if name in BAD else FakeStep(Model())
     if name == "counted":
         step.model.forward = counted
@@ -255,14 +255,14 @@ def test_every_run_starts_from_the_same_state(name, undone):
     assert step.starts == [[0.0, 0.0]] * len(step.done)
 
 
-def test_rows_that_are_mixed_by_design_are_not_run_otherwise():
+def test_where_rows_mix_by_design_a_trial_makes_no_unpadded_run():
     step, _, _ = bad("padding")
     step.sizes = ()
     assert tried(step).failure is None
     assert step.done == [each for each in ORDER if each != "unpadded"]
 
 
-def test_without_padding_rows_nothing_is_compared_with_other_ones():
+def test_a_step_without_padding_rows_has_no_unpadded_run():
     step = FakeStep(Model(), sizes=())
     verdict = tried(step)
     assert verdict.failure is None
@@ -270,7 +270,7 @@ def test_without_padding_rows_nothing_is_compared_with_other_ones():
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_after_a_failure_the_step_without_padding_is_handed_out_with_its_state(name):
+def test_a_failed_trial_returns_outputs_and_state_of_the_unpadded_run(name):
     step, _, _ = bad(name)
     step.runs["unpadded"] = lambda: step.model.state.add_(10) + 100
     verdict = tried(step)
@@ -280,7 +280,7 @@ def test_after_a_failure_the_step_without_padding_is_handed_out_with_its_state(n
 
 
 @pytest.mark.parametrize("name", ["replay", "rebound"])
-def test_after_a_failure_of_a_full_step_the_last_eager_run_is_handed_out(name):
+def test_a_failed_trial_of_a_full_batch_returns_the_last_eager_run(name):
     step, _, _ = bad(name)
     step.sizes = ()
     verdict = tried(step)
@@ -289,7 +289,7 @@ def test_after_a_failure_of_a_full_step_the_last_eager_run_is_handed_out(name):
     assert step.model.state.tolist() == [1.0, 1.0]
 
 
-def test_a_good_step_is_handed_out_as_eager_with_its_padding():
+def test_a_passed_trial_returns_the_eager_outputs_including_padding_rows():
     step = FakeStep(Model(), unpadded=lambda: clean(step.model, live()[:LIVE]) + 1e-5)
     verdict = tried(step)
     assert verdict.failure is None
@@ -299,7 +299,7 @@ def test_a_good_step_is_handed_out_as_eager_with_its_padding():
 
 
 @pytest.mark.parametrize("name", ["", *BAD])
-def test_an_undone_trial_leaves_nothing(name):
+def test_an_undone_trial_leaves_the_model_as_before(name):
     step = bad(name)[0] if name else FakeStep(Model())
     before = everything(step.model)
     verdict = tried(step, undone=True)
@@ -338,7 +338,7 @@ def drawing_step():
     return step
 
 
-def test_every_run_draws_the_same_numbers_and_the_step_draws_them_once(drawing_step):
+def test_every_run_draws_the_same_random_numbers_and_the_step_draws_them_once(drawing_step):
     step = drawing_step
     expected = Model()
     expected.forward = drawing
@@ -355,7 +355,7 @@ def test_every_run_draws_the_same_numbers_and_the_step_draws_them_once(drawing_s
     assert step.model.state.tolist() == expected.state.tolist()
 
 
-def test_an_undone_trial_draws_nothing(drawing_step):
+def test_an_undone_trial_leaves_random_generators_as_before(drawing_step):
     before = everything(drawing_step.model)
     assert tried(drawing_step, undone=True).failure is None
     assert everything(drawing_step.model) == before
@@ -367,7 +367,7 @@ LOUD = [n for n, name in enumerate(DRAWN, 1) if n == len(DRAWN) or n < 4]
 
 @pytest.mark.parametrize("n", LOUD)
 @pytest.mark.parametrize("error", [ValueError("of the forward"), KeyboardInterrupt()])
-def test_an_error_in_any_run_is_raised_and_all_is_as_before(drawing_step, n, error):
+def test_an_error_in_any_run_is_raised_and_the_model_restored(drawing_step, n, error):
     step = drawing_step
     before = everything(step.model)
     step.fails_at = n, error
@@ -378,7 +378,7 @@ def test_an_error_in_any_run_is_raised_and_all_is_as_before(drawing_step, n, err
 
 
 @pytest.mark.parametrize("n", [n for n in range(1, len(DRAWN) + 1) if n not in LOUD])
-def test_an_error_where_only_the_trial_would_run_it_is_a_note(drawing_step, n):
+def test_an_error_in_a_run_that_only_the_trial_makes_is_a_note(drawing_step, n):
     step = drawing_step
     step.fails_at = n, ValueError("of another size")
     verdict = tried(step)
@@ -390,7 +390,7 @@ def test_an_error_where_only_the_trial_would_run_it_is_a_note(drawing_step, n):
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, torch.OutOfMemoryError])
 @pytest.mark.parametrize("n", [n for n in range(1, len(DRAWN) + 1) if n not in LOUD])
-def test_an_interrupt_or_a_lack_of_memory_there_is_raised_and_all_is_as_before(
+def test_an_interrupt_or_lack_of_memory_in_a_trial_run_is_raised_and_the_model_restored(
     drawing_step, n, error
 ):
     before = everything(drawing_step.model)
@@ -400,7 +400,7 @@ def test_an_interrupt_or_a_lack_of_memory_there_is_raised_and_all_is_as_before(
     assert everything(drawing_step.model) == before
 
 
-def test_a_failure_where_the_step_without_padding_raised_hands_out_the_last_eager_run():
+def test_a_failed_trial_whose_unpadded_run_raised_returns_the_last_eager_run():
     step, _, _ = bad("replay")
 
     def raises():
@@ -417,7 +417,7 @@ def test_a_failure_where_the_step_without_padding_raised_hands_out_the_last_eage
 # What is compared --------------------------------------------------------------------------------
 
 
-def test_runs_that_differ_by_rounding_are_said_to_be_not_deterministic():
+def test_eager_runs_that_differ_by_rounding_are_noted_as_not_deterministic():
     model, runs = Model(), iter(range(100))
     model.forward = lambda model, x: clean(model, x) + 1e-6 * next(runs)
     verdict = tried(FakeStep(model))
@@ -442,7 +442,7 @@ def test_a_replay_may_be_a_few_times_as_far_off_as_eager_from_itself(times, fail
 
 
 @pytest.mark.parametrize(("times", "fails"), [(3, False), (6, True)])
-def test_the_state_that_a_replay_leaves_may_be_a_few_times_as_far_off_too(times, fails):
+def test_state_left_by_a_replay_may_be_a_few_times_as_far_off_as_eager_state(times, fails):
     model, eager = Model(), iter([0.0, 1e-4])
     out = torch.ones(LIVE, 2)
 
@@ -460,7 +460,7 @@ def test_the_state_that_a_replay_leaves_may_be_a_few_times_as_far_off_too(times,
     assert (verdict.failure is not None) is fails
 
 
-def test_what_a_replay_leaves_in_the_state_is_compared_too():
+def test_state_left_by_a_replay_is_compared_with_eager_state():
     model = Model()
     step = FakeStep(model)
     step.runs["replay"] = lambda: replayed(model, live())[:LIVE].clone() + model.state.add_(1) * 0
@@ -468,13 +468,13 @@ def test_what_a_replay_leaves_in_the_state_is_compared_too():
     assert "in the state that it writes" in str(verdict.failure)
 
 
-def test_a_replay_that_writes_nothing_is_found():
+def test_a_replay_that_does_not_write_the_state_fails_the_trial():
     model = Model()
     step = FakeStep(model, replay=lambda: live()[:LIVE] * model.weight + 1)
     assert "in the state that it writes" in str(tried(step).failure)
 
 
-def test_the_first_operator_that_is_another_one_than_at_capture_is_named():
+def test_the_first_operator_that_differs_from_the_capture_is_named():
     step = FakeStep(Model())
     warm = Watch(frozenset([step.buffer.data_ptr()]))
     warm.around(lambda: step.model(step.buffer))
@@ -492,7 +492,7 @@ def test_the_first_operator_that_mixes_rows_is_named():
     assert "test_trial.py" in text
 
 
-def test_all_numbers_that_moved_are_named():
+def test_a_failure_names_every_python_number_that_changed():
     model = Model()
 
     def forward(model, x):
@@ -507,7 +507,7 @@ def test_all_numbers_that_moved_are_named():
     assert "scale = 1.0, then 2.0" in text and "calls = 0, then 1" in text
 
 
-def test_a_number_that_only_asserts_is_no_failure():
+def test_a_call_counter_used_only_in_an_assertion_is_no_failure():
     model = Model()
 
     def forward(model, x):
@@ -521,7 +521,7 @@ def test_a_number_that_only_asserts_is_no_failure():
     assert any("AssertionError: used up" in note for note in verdict.notes)
 
 
-def test_a_number_that_leads_out_of_bounds_is_named_and_nothing_is_read_there():
+def test_a_counter_that_runs_out_of_a_table_is_named_without_reading_out_of_bounds():
     model = Model()
     table = torch.ones(8, 2)
 
@@ -557,17 +557,17 @@ def ticking(read: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> tuple
     return model, step
 
 
-def test_state_that_eager_runs_leave_otherwise_and_read_is_a_failure():
+def test_state_that_differs_between_eager_runs_and_is_read_fails_the_trial():
     _, step = ticking(lambda x, state: x + state)
     assert isinstance(tried(step).failure, PythonStateError)
 
 
-def test_state_that_eager_runs_leave_otherwise_is_a_failure_though_no_output_shows_it():
+def test_state_that_differs_between_eager_runs_fails_the_trial_without_reaching_an_output():
     _, step = ticking(lambda x, state: x * 2)
     assert isinstance(tried(step).failure, PythonStateError)
 
 
-def test_state_that_eager_runs_leave_otherwise_by_rounding_is_said():
+def test_state_that_differs_between_eager_runs_by_rounding_is_not_deterministic():
     model, eager = Model(), iter([0.0, 1e-6])
     step = FakeStep(model, sizes=())
 

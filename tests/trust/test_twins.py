@@ -38,11 +38,11 @@ def outcome(said_at: int | None, wrong: list[int]) -> tuple[str, int, int]:
         (4, [2, 3, 5], ("late", 2, 1)),
     ],
 )
-def test_what_counts_is_what_was_handed_out_before_anything_was_said(said_at, wrong, word):
+def test_an_outcome_counts_wrong_outputs_before_and_after_the_warning(said_at, wrong, word):
     assert outcome(said_at, wrong) == word
 
 
-def test_only_warnings_of_graphrt_about_trust_are_heard():
+def test_the_record_listens_only_to_trust_warnings_of_graphrt():
     record = Record()
     with record.listening(0):
         warnings.warn("torch's", UserWarning, stacklevel=1)
@@ -61,7 +61,7 @@ def test_only_warnings_of_graphrt_about_trust_are_heard():
         (RuntimeError("shapes do not match"), "crash"),
     ],
 )
-def test_errors_that_are_not_graphrts_are_crashes(error, word):
+def test_an_error_not_raised_by_graphrt_counts_as_a_crash(error, word):
     record = Record()
     with pytest.raises(Exception, match=r"^$"), record.listening(2):
         raise error
@@ -80,7 +80,7 @@ def leaves_everything_changed(device):
     return Scenario(lambda x: x + 1, between=between)
 
 
-def test_a_run_leaves_torch_and_the_process_as_they_were():
+def test_running_a_defect_leaves_settings_of_torch_and_process_unchanged():
     before = torch.get_rng_state()
     run(leaves_everything_changed, "off")
     assert torch.get_default_dtype() is torch.float32
@@ -92,19 +92,19 @@ def test_a_run_leaves_torch_and_the_process_as_they_were():
 
 
 @pytest.mark.parametrize("each", DEFECTS, ids=lambda each: each.name)
-def test_without_graphs_every_program_is_its_twin(each):
+def test_without_graphs_every_program_equals_its_eager_twin(each):
     if "cpu" not in each.devices or each.group == "compiled":
         pytest.skip("a program for other devices, or one that a compiler already changed")
     assert run(each, "off", mode="NONE").word == "right"
 
 
-def test_the_table_is_long_enough_and_no_name_is_there_twice():
+def test_the_table_of_defects_is_long_and_has_unique_names():
     assert len({each.name for each in DEFECTS}) == len(DEFECTS)
     assert sum(not each.clean for each in DEFECTS) >= 75
     assert sum(each.clean for each in DEFECTS) >= 12
 
 
-def test_the_command_prints_a_line_for_each_defect_it_was_asked_for(capsys):
+def test_the_command_prints_a_line_for_each_requested_defect(capsys):
     main(["nonlocal number", "--levels", "off"])
     assert "closure" in capsys.readouterr().out
     main(["nonlocal number", "--levels", "off", "--json"])

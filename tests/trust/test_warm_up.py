@@ -67,7 +67,7 @@ class Model(SimpleNamespace):
 
 
 @pytest.mark.parametrize("times", [1, 2, 3])
-def test_what_warm_ups_write_and_draw_is_put_back_and_what_they_build_stays(times):
+def test_writes_and_draws_of_warm_ups_are_put_back_and_built_objects_stay(times):
     model = Model()
     # Before: NumPy loads what it draws from when it is first asked.
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
@@ -87,7 +87,7 @@ def test_what_warm_ups_write_and_draw_is_put_back_and_what_they_build_stays(time
     assert model.calls == 0
 
 
-def test_a_number_that_only_the_first_run_moves_stays():
+def test_a_flag_set_by_only_the_first_run_stays_set():
     model = SimpleNamespace(built=False, calls=0)
 
     def forward() -> None:
@@ -101,7 +101,7 @@ def test_a_number_that_only_the_first_run_moves_stays():
     assert (model.built, model.calls) == (True, 0)
 
 
-def test_containers_that_eager_runs_never_change_stay():
+def test_containers_filled_only_by_host_and_platform_keep_their_items():
     model = SimpleNamespace(log=[], captured={}, bound=[])
 
     def forward() -> None:
@@ -122,7 +122,7 @@ def test_containers_that_eager_runs_never_change_stay():
     assert model.bound == [4, 4, 2, 2, 1, 1]
 
 
-def test_a_tensor_that_every_run_replaces_is_put_back_and_one_of_the_first_stays():
+def test_a_tensor_replaced_by_every_run_is_put_back_and_a_first_call_table_stays():
     model = SimpleNamespace(last=torch.zeros(2), table=torch.zeros(2), calls=0)
     before = model.last
 
@@ -139,7 +139,7 @@ def test_a_tensor_that_every_run_replaces_is_put_back_and_one_of_the_first_stays
     assert model.last is before and model.table.tolist() == [1.0, 1.0]
 
 
-def test_declared_state_is_put_back_with_what_was_found():
+def test_declared_state_is_put_back_together_with_found_state():
     declared, found = torch.zeros(2), torch.zeros(2)
     forward = lambda: found.add_(1)  # noqa: E731
     state = watched(forward, declared=(declared,))
@@ -149,7 +149,7 @@ def test_declared_state_is_put_back_with_what_was_found():
     assert declared.tolist() == found.tolist() == [0.0, 0.0]
 
 
-def test_without_watching_a_run_is_only_run():
+def test_a_warm_up_without_watching_restores_nothing():
     model = Model()
     state = watched(model, watch=False)
     assert run(state, model) is not None
@@ -159,7 +159,7 @@ def test_without_watching_a_run_is_only_run():
     assert model.calls == 1
 
 
-def test_a_run_that_raises_is_restored_by_its_session():
+def test_writes_of_a_warm_up_that_raises_are_put_back():
     model = Model()
     state = watched(model)
 
@@ -199,7 +199,7 @@ class Elsewhere(torch.Tensor):
         raise NotImplementedError("no storage")
 
 
-def test_a_tensor_that_shows_no_storage_may_be_written():
+def test_a_write_to_a_subclass_without_storage_is_allowed():
     held = torch.zeros(2).as_subclass(Elsewhere)
     state = watched(lambda: held)
     for tokens in (4, 2):
@@ -207,7 +207,7 @@ def test_a_tensor_that_shows_no_storage_may_be_written():
     assert held.tolist() == [2.0, 2.0]
 
 
-def test_the_largest_run_of_each_kind_is_kept():
+def test_the_largest_run_of_each_kind_of_batch_is_kept():
     model, known = Model(), {}
     state = watched(model, known)
     function = reads_only(model)
@@ -218,7 +218,7 @@ def test_the_largest_run_of_each_kind_is_kept():
     assert not known["a"].writes
 
 
-def test_a_kind_that_writes_is_watched_in_every_session():
+def test_a_kind_of_batch_that_writes_is_watched_in_every_session():
     model, known = Model(), {}
     assert is_watched(watched(model, known), model, "a", 4)
     assert known["a"].writes
@@ -227,7 +227,7 @@ def test_a_kind_that_writes_is_watched_in_every_session():
     assert is_watched(watched(other, known), other, "a", 2)
 
 
-def test_a_kind_that_writes_nothing_is_watched_once():
+def test_a_kind_of_batch_that_writes_nothing_is_watched_once():
     model, known = Model(), {}
     run(watched(model, known), reads_only(model), "a", 4)
     again = watched(model, known)
@@ -237,7 +237,7 @@ def test_a_kind_that_writes_nothing_is_watched_once():
     assert again._kinds == {"a"}
 
 
-def test_too_much_state_is_an_error_before_it_is_written():
+def test_state_beyond_the_limit_raises_before_any_write():
     model = SimpleNamespace(rows=torch.zeros(4, 4))
     state = watched(model, limit_bytes=15)
     with pytest.raises(StateTooLargeError):
@@ -246,7 +246,7 @@ def test_too_much_state_is_an_error_before_it_is_written():
 
 
 @pytest.mark.parametrize(("pads", "ok"), [((2,), True), ((1,), False)])
-def test_memory_that_cannot_be_saved_is_looked_at_in_the_end(pads, ok):
+def test_state_too_large_to_save_is_checked_after_the_last_warm_up(pads, ok):
     model = SimpleNamespace(rows=torch.zeros(4, 4))
     state = watched(model, limit_bytes=15, pads=pads)
     run(state, lambda: model.rows.put_(torch.tensor([2 * 4]), torch.ones(1)))
@@ -344,7 +344,7 @@ def test_state_that_a_warm_up_makes_and_goes_on_from_is_refused(name):
 
 
 @pytest.mark.parametrize("name", FINE)
-def test_what_a_warm_up_makes_and_every_run_may_have_is_not(name):
+def test_a_table_made_by_a_warm_up_that_fits_every_run_is_accepted(name):
     runner = captured(state_made_by(*FINE[name]))
     for count in (4, 3, 1):
         x = torch.rand(count, WIDTH)
@@ -362,12 +362,12 @@ def test_what_a_warm_up_makes_and_every_run_may_have_is_not(name):
         ),
     ],
 )
-def test_state_in_memory_that_is_partly_overwritten_is_refused_too(use):
+def test_state_made_by_a_warm_up_and_partly_overwritten_is_refused(use):
     with pytest.raises(PythonStateError, match="fills memory when it runs first"):
         captured(state_made_by(zeros, use))
 
 
-def test_a_first_output_that_is_read_and_never_written_again_is_refused_only_if_inputs_made_it():
+def test_a_kept_first_output_is_refused_only_if_computed_from_inputs():
     made = {"inputs": (first_row, True), "no inputs": (zeros, False)}
     for make, refused in made.values():
         forward = state_made_by(make, lambda state, x: state * 1)
@@ -378,7 +378,7 @@ def test_a_first_output_that_is_read_and_never_written_again_is_refused_only_if_
             captured(forward)
 
 
-def test_after_a_refusal_the_forward_is_as_it_was():
+def test_after_a_refused_capture_the_forward_is_as_before():
     model = SimpleNamespace(state=None, calls=0)
 
     def forward(x: torch.Tensor) -> torch.Tensor:
@@ -392,7 +392,7 @@ def test_after_a_refusal_the_forward_is_as_it_was():
     assert (model.state, model.calls) == (None, 0)
 
 
-def test_a_table_that_is_made_anew_beside_the_graphs_is_kept_for_them():
+def test_a_table_replaced_by_a_larger_step_stays_alive_for_the_graphs():
     tables: list[torch.Tensor] = []
 
     def forward(x: torch.Tensor) -> torch.Tensor:
@@ -406,7 +406,7 @@ def test_a_table_that_is_made_anew_beside_the_graphs_is_kept_for_them():
         assert torch.equal(runner(x=x), x + torch.arange(float(count))[:, None]), count
 
 
-def test_runs_that_look_for_output_axes_move_no_number():
+def test_runs_that_infer_output_axes_leave_no_changed_python_number():
     """They have sizes, 3 rows here, that no step of the runner may ever have."""
     state = [1.0]
 
@@ -428,7 +428,7 @@ def test_runs_that_look_for_output_axes_move_no_number():
         assert runner.last_dispatch.reason is Reason.HIT
 
 
-def test_a_table_that_a_forward_makes_for_each_kind_of_batch_is_made_by_a_warm_up_of_its_own():
+def test_a_table_for_each_kind_of_batch_is_made_by_a_warm_up_of_that_kind():
     tables = {}
 
     @eager_break

@@ -96,12 +96,12 @@ ON_A_TENSOR: list[tuple[str, Run, str]] = [
 @pytest.mark.parametrize(
     ("run", "expected"), [pytest.param(*case[1:], id=case[0]) for case in ON_A_TENSOR]
 )
-def test_what_a_run_does_to_a_tensor_from_outside_is_seen(run, expected):
+def test_reads_and_writes_of_an_outside_tensor_are_recorded(run, expected):
     tensor, x = torch.ones(4, 4), torch.ones(4, 4)
     assert words(watched(lambda: run(tensor, x), x), tensor) == expected
 
 
-def test_a_tensor_that_is_set_to_other_memory_writes_and_reads_neither():
+def test_set_to_other_memory_counts_as_a_write_of_the_old_memory_only():
     tensor, other = torch.ones(4), torch.zeros(8)
     before = tree.storage_key(tensor)
     watch = watched(lambda: tensor.set_(other))
@@ -109,7 +109,7 @@ def test_a_tensor_that_is_set_to_other_memory_writes_and_reads_neither():
     assert words(watch, other) == "used"
 
 
-def test_out_that_is_also_an_argument_is_read():
+def test_an_out_tensor_that_is_also_an_argument_counts_as_read():
     state, x = torch.ones(4), torch.ones(4)
     watch = watched(lambda: torch.add(state, x, out=state), x)
     assert words(watch, state) == "read written"
@@ -118,7 +118,7 @@ def test_out_that_is_also_an_argument_is_read():
 @pytest.mark.xfail(
     strict=True, reason="Use.overwritten counts elements: another half counts as the one written"
 )
-def test_the_half_that_was_not_overwritten_is_read():
+def test_reading_the_half_that_a_run_did_not_overwrite_counts_as_a_read():
     state = torch.ones(4)
 
     def run():
@@ -128,14 +128,14 @@ def test_the_half_that_was_not_overwritten_is_read():
     assert words(watched(run), state) == "read written"
 
 
-def test_what_the_inputs_hold_and_what_the_run_made_is_no_news():
+def test_inputs_and_tensors_made_by_the_run_are_not_recorded_as_uses():
     x = torch.ones(4, 4)
     watch = watched(lambda: (x + 1).add_(x[0]).mul_(x.add_(1)), x)
     assert watch.uses == {}
     assert len(watch.trace) == 5
 
 
-def test_a_use_says_what_it_was_and_which_line():
+def test_a_use_has_dtype_shape_operator_and_source_line():
     weight = torch.ones(6, dtype=torch.float64)
     watch = watched(lambda: weight[2:4] * 2)
     use = use_of(watch, weight)
@@ -146,7 +146,7 @@ def test_a_use_says_what_it_was_and_which_line():
     assert storage_of(use.ref).data_ptr() == weight.data_ptr()
 
 
-def test_memory_that_is_gone_says_so():
+def test_a_use_of_freed_memory_gives_no_storage():
     held = [torch.ones(6)]
     watch = watched(lambda: held[0] * 2)
     [use] = watch.uses.values()
@@ -155,7 +155,7 @@ def test_memory_that_is_gone_says_so():
     assert storage_of(use.ref) is None
 
 
-def test_views_of_one_storage_are_one_use():
+def test_views_of_a_single_storage_are_recorded_as_a_single_use():
     base = torch.ones(8)
     first, second = base[:4], base[4:]
     watch = watched(lambda: second.add_(first))
@@ -164,7 +164,7 @@ def test_views_of_one_storage_are_one_use():
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_batch_norm_writes_its_running_figures_in_training(training):
+def test_batch_norm_in_training_counts_as_writing_its_running_statistics(training):
     norm = nn.BatchNorm1d(4).train(training)
     watch = watched(lambda: norm(torch.ones(2, 4)))
     assert "written" in words(watch, norm.running_mean)
@@ -173,7 +173,7 @@ def test_batch_norm_writes_its_running_figures_in_training(training):
     assert ("written" in words(watch, norm.num_batches_tracked)) is training
 
 
-def test_tensors_without_memory_of_their_own_are_left_alone():
+def test_sparse_and_meta_tensors_are_not_recorded_as_uses():
     sparse = torch.eye(3).to_sparse()
     meta = torch.ones(3, 3, device="meta")
     watch = watched(lambda: (sparse @ torch.ones(3, 1), meta + 1, sparse * 2))
@@ -203,20 +203,20 @@ class Two(torch.Tensor):
         return args[0] if a is args[0].a else cls(a, b)
 
 
-def test_a_subclass_is_used_part_by_part():
+def test_a_read_of_a_tensor_subclass_is_recorded_for_each_inner_tensor():
     two = Two(torch.ones(4), torch.ones(4))
     watch = watched(lambda: two + 1)
     assert words(watch, two.a) == words(watch, two.b) == "read"
 
 
 @pytest.mark.xfail(strict=True, reason="writes look at a subclass's own storage, not at its parts")
-def test_a_subclass_is_written_part_by_part():
+def test_a_write_to_a_tensor_subclass_is_recorded_for_each_inner_tensor():
     two = Two(torch.ones(4), torch.ones(4))
     watch = watched(lambda: two.add_(1))
     assert words(watch, two.a) == words(watch, two.b) == "read written"
 
 
-def test_a_plain_subclass_is_used_like_a_tensor():
+def test_a_subclass_without_inner_tensors_is_recorded_like_a_tensor():
     class Marked(torch.Tensor):
         pass
 
@@ -238,7 +238,7 @@ def test_inference_tensors_and_gradients_are_watched():
     assert words(watch, weight) == "read"
 
 
-def test_constants_of_python_data_are_the_runs_own_and_described_by_their_values():
+def test_constants_of_python_data_are_no_uses_and_are_described_by_their_values():
     made = []
 
     def run():
@@ -252,7 +252,7 @@ def test_constants_of_python_data_are_the_runs_own_and_described_by_their_values
     assert str(watch.trace[-1].arguments[0]).startswith("(65,) values, CRC ")
 
 
-def test_higher_order_operators_are_seen_and_write_nothing():
+def test_a_higher_order_operator_runs_under_watch_and_writes_nothing():
     weight, x = torch.ones(4), torch.ones(4)
 
     def run():
@@ -308,7 +308,7 @@ X = torch.ones(4)
         ),
     ],
 )
-def test_what_outlives_a_run_is_told_by_whether_inputs_and_writes_made_it(run, expected):
+def test_tensors_kept_after_a_run_are_marked_by_whether_inputs_and_writes_made_them(run, expected):
     assert kept_in(run, X) == expected
 
 
@@ -323,7 +323,7 @@ def test_a_kept_tensor_computed_from_state_that_inputs_wrote_counts_as_from_inpu
     assert watch.made_alive()[tree.storage_key(held[0])].from_inputs
 
 
-def test_what_compiled_code_writes_is_its_own_and_noted():
+def test_a_write_of_compiled_code_is_no_use_and_the_code_is_noted():
     state = torch.ones(4)
     code = {"empty_strided_cpu": None, "async_compile": None, "state": state}
     exec("def call():\n    state.add_(1)", code)
@@ -332,7 +332,7 @@ def test_what_compiled_code_writes_is_its_own_and_noted():
     assert not watched(lambda: state.add_(1)).saw_compiled_code
 
 
-def test_generators_of_the_forward_go_on_from_where_they_were():
+def test_generators_that_the_forward_used_are_restored_and_unused_ones_are_not():
     own, other = torch.Generator().manual_seed(3), torch.Generator().manual_seed(4)
     generators = Generators("cpu")
     before = own.get_state()
@@ -352,14 +352,14 @@ def test_generators_of_the_forward_go_on_from_where_they_were():
     assert torch.equal(own.get_state(), before)
 
 
-def test_a_generator_is_drawn_from_where_nobody_notes_it():
+def test_a_watch_without_generators_leaves_a_drawn_generator_advanced():
     own = torch.Generator().manual_seed(3)
     before = own.get_state()
     Watch().around(lambda: torch.rand(4, generator=own))
     assert not torch.equal(own.get_state(), before)
 
 
-def test_sums_of_live_rows_say_nothing_of_the_others():
+def test_sums_of_live_rows_do_not_depend_on_the_padding_rows():
     def run(x):
         watch = Watch(frozenset(), rows=(4, 2))
         watch.around(lambda: (x + 1, x.sum(), x[:3] * 2, x.to(torch.complex64)))
@@ -375,7 +375,7 @@ def test_sums_of_live_rows_say_nothing_of_the_others():
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_a_run_that_raises_leaves_nothing_behind(error):
+def test_a_watched_run_that_raises_leaves_no_mode_behind(error):
     def run():
         torch.ones(2).add_(1)
         raise error

@@ -110,7 +110,7 @@ class Engine(Loop):
 
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
-def test_calls_are_replayed_after_one_trial_as_long_as_nothing_changes(mode: str) -> None:
+def test_unchanged_calls_are_replayed_after_a_single_trial(mode: str) -> None:
     engine = Engine(Net(), mode)
     assert engine.wrong(20) == []
     assert (engine.eager, engine.trial_count) == (0, 1)
@@ -130,7 +130,7 @@ CHANGES: dict[str, Callable[[Net], object]] = {
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_change_is_found_at_the_next_call_and_ended_by_another_capture(
+def test_a_change_is_found_at_the_next_call_and_another_capture_ends_the_quarantine(
     name: str, mode: str
 ) -> None:
     net = Net()
@@ -148,7 +148,7 @@ def test_a_change_is_found_at_the_next_call_and_ended_by_another_capture(
     assert engine.eager == before
 
 
-def test_strictly_the_call_raises_with_the_attribute() -> None:
+def test_with_strict_a_call_after_a_change_raises_naming_the_attribute() -> None:
     net = Net()
     engine = Engine(net, strict=True)
     engine.wrong()
@@ -158,7 +158,7 @@ def test_strictly_the_call_raises_with_the_attribute() -> None:
     assert engine.pool.owner is None
 
 
-def test_what_makes_no_difference_is_tried_three_times_and_replayed() -> None:
+def test_a_changing_unused_attribute_costs_a_wrapper_three_trials_a_graph() -> None:
     net = Net()
     engine = Engine(net)
     engine.wrong()
@@ -193,7 +193,7 @@ def test_another_number_of_an_operator_is_found_where_a_call_gives_equal_results
     assert torch.equal(engine.step(large), model(large))
 
 
-def test_state_that_a_call_writes_is_written_once_also_in_a_trial() -> None:
+def test_a_call_that_is_tried_writes_its_state_only_once() -> None:
     class Adds(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -218,7 +218,7 @@ def test_state_that_a_call_writes_is_written_once_also_in_a_trial() -> None:
     assert torch.equal(model.total, torch.full((4, WIDTH), 8.0))
 
 
-def test_a_change_between_two_captures_is_found_in_the_first_graph() -> None:
+def test_a_change_between_two_captures_quarantines_the_first_graph() -> None:
     net = Net()
     engine = Engine(net)
     engine.wrong()
@@ -236,7 +236,7 @@ def test_a_change_between_two_captures_is_found_in_the_first_graph() -> None:
 
 @pytest.mark.parametrize("where", [(WrapperTrials, "captured"), (ReadSet, "settle")])
 @pytest.mark.parametrize("then", [(), (6,)], ids=["alone", "and another captured"])
-def test_a_graph_whose_capture_was_cut_short_as_it_was_noted_is_not_replayed(
+def test_a_graph_whose_capture_was_interrupted_before_its_record_is_not_replayed(
     where: tuple[type, str], then: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody has noted it, so no change of the host's would be found."""
@@ -262,7 +262,7 @@ def test_a_graph_whose_capture_was_cut_short_as_it_was_noted_is_not_replayed(
     assert engine.eager == 20
 
 
-def test_without_trials_a_change_is_silent() -> None:
+def test_without_trials_a_changed_attribute_is_replayed_stale_without_warning() -> None:
     net = Net()
     wrapper = wrapper_class("cpu")(net, "FULL", options=GraphOptions(lazy=True))
     static, size = torch.randn(4, WIDTH), BatchDescriptor(4)
@@ -277,7 +277,7 @@ def test_without_trials_a_change_is_silent() -> None:
 @pytest.mark.parametrize(
     ("level", "calls"), [("capture", [1]), ("first", [1]), ("sample", [1, 2]), ("always", [1, 2])]
 )
-def test_another_tensor_than_at_capture_is_refused(level: Any, calls: list[int]) -> None:
+def test_an_argument_tensor_other_than_at_capture_is_refused(level: Any, calls: list[int]) -> None:
     net = Net()
     for call in (1, 2):
         wrapper = wrapper_class("cpu")(net, "FULL", options=GraphOptions(lazy=True, check=level))
@@ -293,7 +293,7 @@ def test_another_tensor_than_at_capture_is_refused(level: Any, calls: list[int])
                 wrapper(static.clone())
 
 
-def test_with_trials_another_tensor_is_refused_at_every_call() -> None:
+def test_with_trials_an_argument_tensor_other_than_at_capture_is_refused_at_every_call() -> None:
     engine = Engine(Net())
     engine.wrong(10)
     engine.static[4] = torch.zeros(4, WIDTH)
@@ -338,7 +338,7 @@ class Keyed(Loop):
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_change_is_found_at_the_next_replay_of_a_key(name: str) -> None:
+def test_a_change_is_found_at_the_next_replay_of_a_keyed_graph(name: str) -> None:
     net = Net()
     engine = Keyed(net)
     assert engine.wrong(20) == [] and engine.trial_count == 2
@@ -353,7 +353,7 @@ def test_a_change_is_found_at_the_next_replay_of_a_key(name: str) -> None:
     assert engine.statuses() == ["tried", "tried"]
 
 
-def test_what_makes_no_difference_to_a_key_is_tried_three_times_and_replayed() -> None:
+def test_a_changing_unused_attribute_costs_a_keyed_graph_three_trials() -> None:
     net = Net()
     engine = Keyed(net)
     engine.wrong()
@@ -364,7 +364,7 @@ def test_what_makes_no_difference_to_a_key_is_tried_three_times_and_replayed() -
     assert engine.trial_count <= 2 + 2 * 3
 
 
-def test_strictly_the_replay_of_a_key_raises_and_leaves_the_pool_free() -> None:
+def test_with_strict_a_keyed_replay_after_a_change_raises_and_frees_the_pool() -> None:
     net = Net()
     engine = Keyed(net, strict=True)
     engine.wrong()
@@ -374,7 +374,7 @@ def test_strictly_the_replay_of_a_key_raises_and_leaves_the_pool_free() -> None:
     assert engine.graphs.pool.owner is None
 
 
-def test_a_key_in_quarantine_keeps_the_host_arguments_of_the_step_before() -> None:
+def test_a_quarantined_keyed_graph_reuses_the_host_arguments_of_the_last_step() -> None:
     out, held = torch.zeros(2), types.SimpleNamespace(scale=1.0)
     issue = lambda out, *, n: out.fill_(n)  # noqa: E731
     task = UpdatableTask(
@@ -411,7 +411,7 @@ def test_keyed_graphs_without_trials_hold_no_reference_to_the_forward() -> None:
     assert kept() is None
 
 
-def test_of_a_graph_that_is_dropped_and_captured_again_no_record_stays() -> None:
+def test_dropping_a_graph_removes_its_trial_record() -> None:
     engine = Engine(Net())
     for _ in range(5):
         assert engine.wrong(4) == []
@@ -424,7 +424,7 @@ def test_of_a_graph_that_is_dropped_and_captured_again_no_record_stays() -> None
         assert all(number < 2 * TOLD_AFTER for number in engine.wrong(2 * TOLD_AFTER + 4))
 
 
-def test_a_graph_captured_after_a_value_was_left_out_is_tried_with_another_one() -> None:
+def test_a_value_harmless_to_earlier_graphs_is_tried_for_a_later_graph() -> None:
     held = types.SimpleNamespace(scale=1.0)
     pool, trials = GraphPool("cpu"), WrapperTrials()
     wrapper: GraphWrapper = wrapper_class("cpu")(
@@ -451,7 +451,7 @@ def test_a_graph_captured_after_a_value_was_left_out_is_tried_with_another_one()
         assert step(4) == -1.0
 
 
-def test_a_call_does_not_look_at_all_that_the_host_may_have_changed(
+def test_a_call_makes_no_full_check_of_the_host_state(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = Engine(Net())
@@ -462,7 +462,7 @@ def test_a_call_does_not_look_at_all_that_the_host_may_have_changed(
     assert engine.wrong(8) == [] and not looks
 
 
-def test_with_graphs_off_a_key_is_its_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_graphs_off_a_keyed_replay_calls_the_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRAPHRT_MODE", "NONE")
     net = Net()
     engine = Keyed(net)
@@ -470,7 +470,7 @@ def test_with_graphs_off_a_key_is_its_forward(monkeypatch: pytest.MonkeyPatch) -
     assert engine.wrong(4) == [] and engine.statuses() == []
 
 
-def test_numbers_that_updates_bring_to_a_task_are_no_change_of_the_hosts() -> None:
+def test_numbers_in_updates_of_a_task_are_no_host_change() -> None:
     held = types.SimpleNamespace(scale=1.0, unused=0)
     task = UpdatableTask(
         "fill",
@@ -525,7 +525,9 @@ ARGUMENTS: dict[str, Callable[[], torch.Tensor]] = {
 
 @pytest.mark.parametrize("writes", [False, True], ids=["read", "written beside it"])
 @pytest.mark.parametrize("name", ARGUMENTS)
-def test_arguments_are_put_back_whatever_they_are(name: str, writes: bool) -> None:
+def test_a_trial_puts_back_expanded_views_parameters_and_any_argument(
+    name: str, writes: bool
+) -> None:
     """Torch lets nobody write an expanded tensor, nor, with gradients on, a parameter."""
     given, state = ARGUMENTS[name](), torch.zeros(4, WIDTH)
 

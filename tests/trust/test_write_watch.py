@@ -50,7 +50,7 @@ def saved(state: torch.Tensor, function: Callable[[], Any]) -> bool:
     return torch.equal(state, before)
 
 
-def test_a_write_is_saved_however_often_the_operator_was_seen(library):
+def test_a_write_is_saved_at_every_call_of_an_operator(library):
     state = torch.zeros(4)
     moved = defined(library, "moved(Tensor(a!) x) -> ()", one_more)
     for _ in range(3):
@@ -77,7 +77,7 @@ WRITES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("name", WRITES)
-def test_rows_that_each_token_of_the_largest_run_wrote_too_are_nobodys(name):
+def test_rows_by_token_already_written_by_the_largest_run_are_not_saved(name):
     state, write = torch.zeros(16), WRITES[name]
     key = tree.storage_key(state)
     largest = SavedWrites(1 << 20)
@@ -99,7 +99,7 @@ def test_rows_that_each_token_of_the_largest_run_wrote_too_are_nobodys(name):
         state.zero_()
 
 
-def test_rows_of_another_operator_or_of_other_memory_are_saved():
+def test_rows_written_by_an_operator_unlike_the_largest_run_are_saved():
     state, other = torch.zeros(16), torch.zeros(16)
     known = {tree.storage_key(state), tree.storage_key(other)}
     largest = SavedWrites(1 << 20)
@@ -127,7 +127,7 @@ FORWARDS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("name", FORWARDS)
-def test_a_capture_leaves_rows_that_only_some_sizes_write_as_they_were(name):
+def test_a_capture_restores_rows_that_only_some_sizes_write(name):
     def forward(x: torch.Tensor) -> torch.Tensor:
         FORWARDS[name](state, x)
         return x + state[3]
@@ -145,7 +145,7 @@ def test_a_capture_leaves_rows_that_only_some_sizes_write_as_they_were(name):
     assert not state.any()
 
 
-def test_an_operator_of_the_same_name_that_writes_now_is_another_one():
+def test_a_redefined_operator_that_now_writes_has_its_write_saved():
     state = torch.zeros(4)
     # The first says nothing of what it writes, but its body's own operators do.
     for schema in ("again(Tensor x)", "again(Tensor(a!) x)"):
@@ -157,7 +157,7 @@ def test_an_operator_of_the_same_name_that_writes_now_is_another_one():
         library._destroy()
 
 
-def test_an_operator_that_is_defined_again_and_tells_no_part_of_its_write_is_saved():
+def test_a_redefined_operator_is_saved_only_where_its_schema_declares_the_write():
     state = torch.zeros(4)
     for schema in ("untold(Tensor x) -> ()", "untold(Tensor(a!) x) -> ()"):
         library = torch.library.Library(NAMESPACE, "DEF")
@@ -167,7 +167,7 @@ def test_an_operator_that_is_defined_again_and_tells_no_part_of_its_write_is_sav
         library._destroy()
 
 
-def test_composite_operators_are_taken_apart_at_every_call(library):
+def test_composite_operators_are_decomposed_at_every_call(library):
     state = torch.zeros(4)
     whole = defined(library, "whole(Tensor x) -> Tensor", moved_on, "CompositeImplicitAutograd")
     with torch.inference_mode():
@@ -185,7 +185,7 @@ def moved_on(x: torch.Tensor) -> torch.Tensor:
     return x * 2
 
 
-def test_autocast_reaches_what_an_operator_is_made_of_at_every_call(library):
+def test_autocast_reaches_the_body_of_an_operator_at_every_call(library):
     made = defined(library, "product(Tensor x) -> Tensor", lambda x: x @ x)
     watch, found = watch_of(), []
     with torch.autocast("cpu", torch.bfloat16):
@@ -194,7 +194,7 @@ def test_autocast_reaches_what_an_operator_is_made_of_at_every_call(library):
         assert found == [made(torch.eye(4)).dtype] * 3 == [torch.bfloat16] * 3
 
 
-def test_higher_order_operators_are_passed_by():
+def test_higher_order_operators_run_under_the_write_watch():
     def run() -> torch.Tensor:
         return torch.ops.higher_order.cond(True, lambda a: a + 1, lambda a: a - 1, (weight,))
 
@@ -203,7 +203,7 @@ def test_higher_order_operators_are_passed_by():
         assert watch_of().around(run).tolist() == [2.0] * 4
 
 
-def test_what_writes_nothing_is_never_asked_about(monkeypatch):
+def test_an_operator_that_writes_nothing_is_not_analysed(monkeypatch):
     asked: list[Any] = []
     facts = writes.facts_of
     monkeypatch.setattr(writes, "facts_of", lambda func: asked.append(func) or facts(func))
@@ -214,23 +214,23 @@ def test_what_writes_nothing_is_never_asked_about(monkeypatch):
     assert [str(func) for func in asked] == ["aten.sin_.default"]
 
 
-def test_writes_below_a_transform_are_saved():
+def test_a_write_inside_vmap_is_saved():
     state = torch.zeros(4)
     assert saved(state, lambda: torch.func.vmap(lambda row: row.add_(1.5))(state.view(2, 2)))
 
 
-def test_numbers_that_torch_made_tensors_of_reach_the_operator():
+def test_python_numbers_as_arguments_reach_an_operator_that_writes():
     state = torch.zeros(4, dtype=torch.bfloat16)
     assert saved(state, lambda: state.add_(1).mul_(2.5).copy_(state + 1))
 
 
-def test_a_power_whose_base_is_a_number_reaches_the_operator():
+def test_a_power_with_a_python_number_as_base_runs_under_the_watch():
     exponents = torch.arange(4, dtype=torch.float32)
     found = watch_of().around(lambda: (2.0**exponents, torch.pow(3, exponents)))
     assert torch.equal(found[0], 2.0**exponents) and torch.equal(found[1], torch.pow(3, exponents))
 
 
-def test_a_watch_that_is_interrupted_sees_nothing_later():
+def test_an_interrupted_watch_records_no_later_writes():
     watch, state = watch_of({tree.storage_key(torch.zeros(1))}), torch.zeros(4)
     found: list[bool] = []
 
@@ -246,7 +246,7 @@ def test_a_watch_that_is_interrupted_sees_nothing_later():
     assert state.tolist() == [2.0] * 4
 
 
-def test_compiled_pieces_tell_it_what_they_write():
+def test_writes_declared_by_compiled_pieces_are_saved():
     def kernel(target: torch.Tensor) -> None:
         target.numpy()[:] += 1  # no operator writes it
 
@@ -255,14 +255,14 @@ def test_compiled_pieces_tell_it_what_they_write():
     assert saved(state, lambda: TellingWrites(kernel, [0])(state))
 
 
-def test_compiled_code_and_other_threads_run_under_it():
+def test_code_from_torch_compile_has_its_writes_saved():
     state = torch.zeros(4)
     compiled = torch.compile(lambda x: state.add_(x.sin()), backend="aot_eager")
     assert saved(state, lambda: compiled(torch.ones(4)))
     assert saved(state, lambda: compiled(torch.ones(4)))
 
 
-def test_rows_that_every_run_moves_on_are_put_back_before_the_next():
+def test_lengths_that_every_run_advances_are_put_back_before_the_next_run():
     # The next run reads them: a length, say, that goes on would soon be the index of no row.
     lengths, keys = torch.zeros(3, dtype=torch.int64), torch.zeros(3, 4)
 
@@ -287,7 +287,7 @@ def test_rows_that_every_run_moves_on_are_put_back_before_the_next():
     assert lengths.tolist() == [0, 0, 0]
 
 
-def test_what_smaller_sizes_write_by_an_operator_that_the_first_warm_up_defines_is_put_back(
+def test_writes_of_an_operator_defined_in_the_first_warm_up_are_put_back_at_smaller_sizes(
     library,
 ):
     of_size = {size: torch.zeros(4) for size in (2, 4, 8)}
