@@ -69,7 +69,7 @@ LEVELS = pytest.mark.parametrize("check", ["off", "capture", "always"])
 
 
 @LEVELS
-def test_it_repeats_no_step_that_was_refused(check):
+def test_unchanged_after_a_refused_step_raises(check):
     model = Scaled(check)
     assert model.step(2, lens(5, 6)) == 11
     assert model.step(2, UNCHANGED) == 11
@@ -81,7 +81,7 @@ def test_it_repeats_no_step_that_was_refused(check):
 
 
 @LEVELS
-def test_it_repeats_no_step_that_failed(check):
+def test_unchanged_after_a_failed_step_raises(check):
     model = Scaled(check)
     assert model.step(2, lens(5, 6)) == 11
     model.fails = KeyboardInterrupt
