@@ -406,7 +406,7 @@ def test_two_threads_that_share_an_update_stream_take_turns():
 
 
 @pytest.mark.parametrize("what", ["a capture", "a replay of another pool"])
-def test_using_an_update_stream_waits_for_its_update_and_ends_updates_there(what):
+def test_using_an_update_stream_waits_for_its_update_and_ends_its_updating(what):
     """What is launched inside of an update would be taken for a part of it."""
     world, other = World(), World()
     world.replay()
