@@ -111,7 +111,7 @@ def test_a_ranked_step_with_an_explicit_agreed_graph_is_refused(agreement: Agree
         runner(Batch(2), agreed=agreed, x=torch.ones(2, WIDTH))
 
 
-def test_a_lazy_ranked_runner_captures_the_voted_graph_outside_of_pauses(
+def test_a_lazy_ranked_runner_captures_the_voted_graph_except_under_autocast(
     agreement: Agreement,
 ) -> None:
     runner = runner_of(agreement, lazy=True)
