@@ -45,7 +45,7 @@ def without_advice(source: str) -> Iterator[str]:
             yield f"{node.lineno}: {name}"
 
 
-def test_every_error_says_one_thing_to_try() -> None:
+def test_every_raised_error_of_graphrt_has_advice() -> None:
     faults = [
         f"{path.relative_to(PACKAGE)}:{line}"
         for path in sorted(PACKAGE.rglob("*.py"))
@@ -55,5 +55,5 @@ def test_every_error_says_one_thing_to_try() -> None:
 
 
 @pytest.mark.parametrize("source", ["raise GraphRTError('x')", "raise error('x', got=1)"])
-def test_an_error_without_advice_is_found(source: str) -> None:
+def test_the_check_finds_an_error_without_advice(source: str) -> None:
     assert len([*without_advice(source)]) == 1

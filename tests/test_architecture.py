@@ -75,14 +75,14 @@ def folders(tree: str) -> list[str]:
     return paths
 
 
-def test_the_map_has_every_folder_once():
+def test_the_architecture_map_lists_every_folder_once():
     real = {str(path.parent.relative_to(ROOT)) for path in (ROOT / "graphrt").rglob("*.py")}
     mapped = folders(MAP)
     assert len(mapped) == len(set(mapped))
     assert set(mapped) == real
 
 
-def test_the_map_has_the_layers_in_their_order():
+def test_the_architecture_map_lists_the_layers_in_order():
     inner = [path.removeprefix("graphrt/core/") for path in folders(MAP)]
     assert [name for name in inner if name in LAYERS] == list(LAYERS)
     assert ", ".join(f"`{name}`" for name in UPPER) in PAGE
@@ -95,27 +95,27 @@ needs_qualified_names = pytest.mark.skipif(
 
 
 @needs_qualified_names
-def test_a_full_hit_calls_what_the_page_lists(model, monkeypatch):
+def test_a_full_hit_calls_the_functions_the_architecture_page_lists(model, monkeypatch):
     monkeypatch.setattr(engine, "NativePath", None)
     assert not_in_order(walk_of(STEP), step_walk(model, "FULL")) == []
 
 
 @needs_qualified_names
 @pytest.mark.skipif(NativePath is None, reason="graphrt was built without its C part")
-def test_c_does_three_lines_of_the_step(model):
+def test_the_c_path_replaces_three_listed_calls_of_a_step(model):
     trace = step_walk(model, "FULL")
     assert not_in_order(without(walk_of(STEP), IN_C), trace) == []
     assert [call for call in trace if call.function in IN_C] == []
 
 
 @needs_qualified_names
-def test_a_capture_calls_what_the_page_lists(model):
+def test_a_capture_calls_the_functions_the_architecture_page_lists(model):
     trace = capture_walk(model)
     assert not_in_order(without(walk_of(CAPTURE), NOT_ON_CPU), trace) == []
     assert [call for call in trace if call.function in NOT_ON_CPU] == []
 
 
-def test_a_walk_in_another_order_is_noticed():
+def test_the_walk_check_finds_calls_in_another_order():
     first, second = Call("a.py", "One.run"), Call("b.py", "two")
     inner = Call("b.py", "two.<locals>.three")
     assert not_in_order([first, second], [first, inner]) == []
@@ -124,7 +124,7 @@ def test_a_walk_in_another_order_is_noticed():
     assert not_in_order([first, first], [first]) == [first]
 
 
-def test_what_the_walks_call_is_there():
+def test_every_function_in_the_listed_walks_exists():
     for file, name in walk_of(STEP) + walk_of(CAPTURE):
         body = ast.parse((ROOT / "graphrt" / file).read_text(encoding="utf-8")).body
         for part in name.split("."):
@@ -135,7 +135,7 @@ def test_what_the_walks_call_is_there():
             body = nodes[0].body
 
 
-def test_methods_that_the_page_names_are_there():
+def test_every_method_the_architecture_page_names_exists():
     classes: dict[str, set[str]] = {}
     for path in (ROOT / "graphrt").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -159,7 +159,7 @@ def members(body: ast.ClassDef) -> set[str]:
     return names
 
 
-def test_there_are_walks():
+def test_the_architecture_page_lists_step_and_capture_walks():
     assert len(walk_of(STEP)) > 8 and len(walk_of(CAPTURE)) > 15
 
 
@@ -187,13 +187,13 @@ def test_the_reference_describes_every_public_name_once(site):
             assert described == (home == module and f"{module}.{name}" not in PUBLIC)
 
 
-def test_a_name_that_two_pages_describe_is_no_link(site):
+def test_a_name_described_on_two_reference_pages_is_not_linked(site):
     html = "<code>with_graphs</code> <code>GraphRunner</code>"
     shown = site.on_page_content(html, SimpleNamespace(url="index.html"), None, None)
     assert re.findall('href="([^"]+)"', shown) == ["reference/graphrt.html#graphrt.GraphRunner"]
 
 
-def test_a_path_in_a_page_leads_to_its_page_or_to_the_source(site):
+def test_a_path_on_a_page_links_to_its_page_or_source(site):
     paths = ("docs/concepts/trust.md", "examples/engine/", "no/such.py")
     html = "<p>" + "".join(f"<code>{path}</code>" for path in paths) + "</p>"
     shown = site.on_page_content(html, SimpleNamespace(url="how-to/engine.html"), None, None)
@@ -204,7 +204,7 @@ def test_a_path_in_a_page_leads_to_its_page_or_to_the_source(site):
     ]
 
 
-def test_the_site_has_every_document(site):
+def test_the_site_navigation_lists_every_document(site):
     settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     pages = set(re.findall(r": ([\w./-]+\.md)$", settings, re.MULTILINE))
     docs = ROOT / "docs"

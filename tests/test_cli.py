@@ -34,7 +34,7 @@ def run(*arguments: str) -> str:
     return result.output
 
 
-def test_doctor_lists_every_built_in_platform_and_why_one_is_missing():
+def test_doctor_lists_every_built_in_platform_with_reasons_for_missing_platforms():
     report = json.loads(run("doctor", "--json"))
     platforms = {platform["name"]: platform for platform in report["platforms"]}
     assert {"cpu", "accelerator", "cuda", "ascend"} <= platforms.keys()
@@ -45,7 +45,7 @@ def test_doctor_lists_every_built_in_platform_and_why_one_is_missing():
     assert report["versions"]["torch"]
 
 
-def test_doctor_and_a_report_say_how_changes_in_python_are_seen():
+def test_doctor_and_a_report_say_how_python_changes_are_detected():
     why_not = watch_state()
     seen = f"seen some steps later: {why_not}" if why_not else "seen at the next step"
     assert json.loads(run("doctor", "--json"))["host_changes"] == seen
@@ -58,19 +58,19 @@ def test_doctor_and_a_report_say_how_changes_in_python_are_seen():
         assert re.fullmatch(f"[0-9]+ dicts watched; others seen after {steps} steps at most", line)
 
 
-def test_doctor_prints_tables():
+def test_doctor_prints_its_tables_as_text():
     text = run("doctor")
     assert "Current platform" in text
     assert "cpu" in text
 
 
 @pytest.mark.parametrize("command", ["plan", "demo"])
-def test_help_names_every_mode(command):
+def test_the_help_of_each_command_names_every_mode(command):
     named = set(re.findall(r"\b[A-Z][A-Z_]+\b", run(command, "--help")))
     assert named >= {mode.name for mode in GraphMode}
 
 
-def test_plan_shows_steps_sizes_and_graphs():
+def test_plan_prints_mode_steps_capture_sizes_and_graphs():
     arguments = ["--mode", "FULL", "--max-num-reqs", "8", "--query-len", "3"]
     arguments += ["--attention", "flash=UNIFORM_BATCH", "--attention", "mamba=ALWAYS"]
     plan = json.loads(run("plan", *arguments, "--json"))
@@ -81,11 +81,11 @@ def test_plan_shows_steps_sizes_and_graphs():
     assert "flash" in run("plan", *arguments)
 
 
-def test_plan_says_beforehand_which_decode_batches_will_be_too_large():
+def test_plan_names_the_decode_batches_above_the_largest_graph():
     assert "513 to 1024" in run("plan", "--max-num-reqs", "1024")
 
 
-def test_a_list_of_sizes_is_all_that_is_planned():
+def test_plan_with_explicit_sizes_plans_only_those_sizes():
     for more in ([], ["-c", "mode=FULL_DECODE_ONLY"], ["--query-len", "2"]):
         plan = json.loads(run("plan", "--sizes", "1,2,4", *more, "--json"))
         assert {graph["num_tokens"] for graph in plan["graphs"]} <= {1, 2, 4}
@@ -94,7 +94,7 @@ def test_a_list_of_sizes_is_all_that_is_planned():
     assert "of 5 to 8" not in run("plan", "--sizes", "1,2,4")
 
 
-def test_settings_go_to_the_options():
+def test_plan_settings_given_with_c_reach_the_options():
     plan = json.loads(run("plan", "-c", "mode=FULL", "-c", "sizes=[1,2]", "--json"))
     assert (plan["mode"], plan["sizes"]["mixed"]) == ("FULL", [1, 2])
 
@@ -102,7 +102,7 @@ def test_settings_go_to_the_options():
 NPU = ["plan", "--platform", "ascend"]
 
 
-def test_the_streams_of_an_npu_are_planned_without_one():
+def test_plan_budgets_npu_streams_on_a_machine_without_npu():
     plan = json.loads(
         run(*NPU, "--npu", "device=A2", "--layers", "64", "--npu", "domains=tp", "--json")
     )
@@ -125,7 +125,7 @@ def test_the_streams_of_an_npu_are_planned_without_one():
     assert "needs 195 streams" in plan["left_out"][0]["why"]
 
 
-def test_the_budget_is_printed_line_by_line():
+def test_plan_prints_the_stream_budget_line_by_line():
     text = run(*NPU, "--npu", "device=A2", "--layers", "64", "--npu", "domains=tp")
     assert "documented for A2" in text and "kept in reserve" in text
     assert "a full graph holds 3, a piecewise size 195 (65 pieces)" in text
@@ -139,7 +139,7 @@ def test_the_budget_is_printed_line_by_line():
     )
 
 
-def test_a_profile_of_the_formula_shows_what_hosts_got():
+def test_plan_with_a_stream_profile_shows_the_sizes_of_that_version():
     arguments = [
         "--layers",
         "36",
@@ -157,7 +157,7 @@ def test_a_profile_of_the_formula_shows_what_hosts_got():
     assert [graph["streams"] for graph in plan["graphs"]] == [111] * 15
 
 
-def test_a_budget_without_room_for_pieces_is_a_mode_step():
+def test_a_budget_too_small_for_pieces_lowers_the_mode():
     arguments = ["--layers", "94", "--npu", "draft_layers=1", "--budget", "streams=200"]
     plan = json.loads(run(*NPU, *arguments, "--json"))
     assert plan["mode"] == "FULL_DECODE_ONLY"
@@ -169,13 +169,13 @@ def test_a_budget_without_room_for_pieces_is_a_mode_step():
     assert json.loads(run(*NPU, *arguments, "--min-piecewise", "0", "--json"))["steps"] == []
 
 
-def test_without_layers_the_plan_says_what_it_needs():
+def test_plan_for_an_npu_without_layers_asks_for_layers():
     assert "--layers" in run(*NPU)
     plan = json.loads(run(*NPU, "--json"))
     assert plan["streams"] is None and plan["left_out"] == []
 
 
-def test_bytes_seconds_and_traffic_are_planned_on_any_platform():
+def test_plan_honours_byte_and_second_budgets_and_traffic():
     arguments = ["--mode", "FULL", "--max-num-reqs", "16", "--budget", "bytes=100MiB"]
     arguments += ["--cost", "bytes=25MiB", "--cost", "seconds=0.5", "--platform", "cpu"]
     arguments += ["--traffic", "3=0.9", "--traffic", "20=0.1"]
@@ -205,7 +205,7 @@ def test_bytes_seconds_and_traffic_are_planned_on_any_platform():
         ["--cost", "bytes=" + "9" * 18 + "GiB"],
     ],
 )
-def test_budgets_that_cannot_be_read(arguments, monkeypatch, capsys):
+def test_an_unreadable_budget_exits_with_2_and_advice(arguments, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["graphrt", "plan", *arguments])
     with pytest.raises(SystemExit) as stopped:
         main()
@@ -218,7 +218,7 @@ def test_budgets_that_cannot_be_read(arguments, monkeypatch, capsys):
     ("arguments", "error"),
     [(["--mode", "HALF"], InvalidModeError), (["--sizes", "4,2"], InvalidOptionError)],
 )
-def test_bad_settings_end_in_a_named_error_without_a_traceback(
+def test_invalid_plan_settings_exit_with_a_named_error_without_traceback(
     arguments, error, monkeypatch, capsys
 ):
     monkeypatch.setattr("sys.argv", ["graphrt", "plan", *arguments])
@@ -230,18 +230,18 @@ def test_bad_settings_end_in_a_named_error_without_a_traceback(
     assert "Traceback" not in text
 
 
-def test_the_demo_proves_itself():
+def test_the_demo_command_prints_that_graphs_equal_eager():
     text = run("demo", "--max-new-tokens", "4", "--mode", "FULL")
     assert "equal" in text
     assert "NOT EQUAL" not in text
 
 
-def test_a_step_down_is_logged_once(caplog):
+def test_a_lowered_plan_mode_is_logged_once(caplog):
     run("plan", "--mode", "FULL", "--attention", "UNIFORM_BATCH")
     assert len(caplog.records) == 1
 
 
-def test_a_strict_plan_refuses_a_step_down(monkeypatch, capsys):
+def test_a_strict_plan_refuses_a_lowered_mode(monkeypatch, capsys):
     flags = ["plan", "--mode", "FULL", "--attention", "UNIFORM_BATCH", "-c", "strict=true"]
     monkeypatch.setattr("sys.argv", ["graphrt", *flags])
     with pytest.raises(SystemExit) as stopped:
@@ -250,19 +250,19 @@ def test_a_strict_plan_refuses_a_step_down(monkeypatch, capsys):
     assert "InvalidModeError: mode FULL cannot run here" in capsys.readouterr().err
 
 
-def test_a_plan_is_saved_as_it_is_printed(tmp_path):
+def test_plan_save_writes_the_printed_plan(tmp_path):
     path = tmp_path / "plan.json"
     text = run("plan", "--sizes", "1,2", "--max-num-tokens", "2", "--save", str(path))
     assert text == f"{Plan.load(path)}\nSaved to {path}\n"
     assert json.loads(run("plan", "--sizes", "1,2", "--save", str(path), "--json"))
 
 
-def test_an_unknown_setting_is_told_all_that_there_are():
+def test_an_unknown_setting_raises_with_all_known_settings():
     with pytest.raises(InvalidOptionError, match=r"sizes, .*outputs"):
         runner_settings(["nonsense=1"])
 
 
-def test_settings_of_a_command_line_are_those_of_a_plan_and_options():
+def test_command_line_settings_are_split_into_plan_arguments_and_options():
     arguments, options = runner_settings(["sizes=[1,2]", "mode=FULL", "check=off"])
     assert arguments == {"sizes": [1, 2], "mode": "FULL"} and options.check == "off"
 
@@ -270,7 +270,7 @@ def test_settings_of_a_command_line_are_those_of_a_plan_and_options():
 @pytest.mark.parametrize(
     ("text", "value"), [("(0, 4)", (0, 4)), ("[0, null]", [0, None]), ("'a'", "a"), ("a b", "a b")]
 )
-def test_a_setting_is_json_or_a_literal_of_python_or_text(text, value):
+def test_a_setting_value_is_read_as_json_python_literal_or_text(text, value):
     assert read_settings([f"loras={text}"]) == {"loras": value}
 
 
@@ -300,12 +300,12 @@ finally:
 @pytest.mark.parametrize(
     "arguments", [["--help"], ["plan", "--help"], ["cache", "ls", "--help"], ["--version"]]
 )
-def test_help_comes_without_torch(arguments):
+def test_help_is_printed_without_importing_torch(arguments):
     returned, text, loaded = command(*arguments, code=HELP)
     assert (returned, loaded.strip()) == (0, "False") and "graphrt" in text
 
 
-def test_the_command_is_a_module_and_has_a_version():
+def test_the_command_runs_as_module_and_prints_its_version():
     from graphrt import __version__
 
     assert command("--version") == (0, f"graphrt {__version__}\n", "")
@@ -320,7 +320,7 @@ def test_the_command_is_a_module_and_has_a_version():
         (["-c", "ouputs=clone"], "try: -c outputs\n"),
     ],
 )
-def test_errors_name_the_flags_of_the_command(arguments, flag, monkeypatch, capsys):
+def test_a_plan_error_names_the_command_line_flag(arguments, flag, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["graphrt", "plan", *arguments])
     with pytest.raises(SystemExit) as stopped:
         main()
@@ -331,13 +331,13 @@ def test_errors_name_the_flags_of_the_command(arguments, flag, monkeypatch, caps
 WITHOUT = "import sys; sys.modules['safetensors'] = None; from graphrt.__main__ import main; main()"
 
 
-def test_the_demo_names_the_extra_that_it_lacks():
+def test_the_demo_without_safetensors_names_the_extra_to_install():
     returned, _, said = command("demo", code=WITHOUT)
     assert returned == 2
     assert 'graphrt demo needs safetensors: pip install "graphrt[demo]"' in said
 
 
-def test_doctor_tries_the_platforms_that_are_available():
+def test_doctor_runs_a_step_on_each_available_platform():
     report = json.loads(run("doctor", "--json"))
     tried = {platform["name"]: platform["tried"] for platform in report["platforms"]}
     assert tried["cpu"]["error"] is None and 0 < tried["cpu"]["step_s"] < 1
@@ -347,7 +347,7 @@ def test_doctor_tries_the_platforms_that_are_available():
     assert "cpu works" not in run("doctor", "--no-try")
 
 
-def test_doctor_says_what_does_not_work(monkeypatch):
+def test_doctor_exits_with_1_if_a_platform_fails_its_step(monkeypatch):
     def broken(*_: object) -> None:
         raise RuntimeError("no such device")
 
@@ -387,7 +387,7 @@ def doctor_of(monkeypatch, *plugins: object) -> PlatformRegistry:
 
 
 @pytest.mark.parametrize("fails", ["versions", "device_count", "get_device_name"])
-def test_doctor_shows_what_a_platform_fails_at_and_goes_on(fails, monkeypatch):
+def test_doctor_shows_the_traceback_of_a_failing_platform_and_continues(fails, monkeypatch):
     names = SimpleNamespace(get_device_name=lambda at: f"number {at}")
     if fails == "get_device_name":
         names.get_device_name = OtherDevice("", "")._broken
@@ -406,7 +406,7 @@ def test_doctor_shows_what_a_platform_fails_at_and_goes_on(fails, monkeypatch):
     assert "plugin of broken failed:" in text and "Current platform: fine" in text
 
 
-def test_doctor_names_the_devices_of_a_platform(monkeypatch):
+def test_doctor_lists_the_device_names_of_a_platform(monkeypatch):
     names = SimpleNamespace(get_device_name=lambda at: f"number {at}")
     monkeypatch.setattr("torch.named_device", names, raising=False)
     doctor_of(monkeypatch, OtherDevice("named", "named_device"), OtherDevice("other", "unheard_of"))
@@ -414,13 +414,13 @@ def test_doctor_names_the_devices_of_a_platform(monkeypatch):
     assert [each["devices"] for each in told["platforms"]] == [["number 0"], []]
 
 
-def test_doctor_without_any_platform_says_so_and_fails(monkeypatch):
+def test_doctor_without_any_platform_exits_with_1(monkeypatch):
     doctor_of(monkeypatch)
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == 1 and "No current platform: " in result.stdout
 
 
-def test_doctor_shows_variables_and_names_those_that_are_none(monkeypatch):
+def test_doctor_suggests_the_nearest_name_for_a_misspelled_variable(monkeypatch):
     monkeypatch.setenv("GRAPHRT_CHEK", "first")
     monkeypatch.setenv("GRAPHRT_MODE", "NONE")
     monkeypatch.setenv("GRAPHRT_SIM_SOC", "A2")
@@ -435,13 +435,13 @@ def test_doctor_shows_variables_and_names_those_that_are_none(monkeypatch):
     assert environment["GRAPHRT_SIM_SOC"]["meaning"]
 
 
-def test_every_variable_of_the_code_is_known_to_doctor():
+def test_doctor_knows_every_environment_variable_of_the_code():
     text = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "graphrt").rglob("*.py"))
     names = set(re.findall(r"\bGRAPHRT_[A-Z_]*[A-Z]\b(?!_)", text))
     assert {name for name in names if not name.startswith(OTHERS)} == set(VARIABLES)
 
 
-def test_a_report_is_shown_and_made_a_page_of(tmp_path):
+def test_the_report_command_prints_a_report_and_writes_a_page(tmp_path):
     runner = planted_runner()
     run_planted(runner)
     runner.report().save(tmp_path / "run.json")

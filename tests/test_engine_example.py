@@ -69,7 +69,9 @@ def plain_tokens(model: Decoder, prompt: list[int], sampling: Sampling) -> list[
 
 
 @pytest.mark.parametrize(("drafted", "temperature"), [(0, 0.0), (3, 0.0), (2, 0.1)])
-def test_tokens_are_those_of_an_eager_loop(model: Decoder, drafted: int, temperature: float):
+def test_the_engines_tokens_equal_those_of_an_eager_loop(
+    model: Decoder, drafted: int, temperature: float
+):
     sampling = Sampling(14, temperature, seed=5)
     limits = replace(LIMITS, draft_tokens=drafted)
     draft = model.first_layers(1) if drafted else None
@@ -85,7 +87,7 @@ def test_tokens_are_those_of_an_eager_loop(model: Decoder, drafted: int, tempera
         assert 0 < engine.accepted < engine.proposed
 
 
-def test_decode_is_one_graph_and_prompts_are_pieces(model: Decoder):
+def test_engine_prompts_run_piecewise_and_decode_steps_run_full(model: Decoder):
     with Engine(model, LIMITS, model.first_layers(1)) as engine:
         engine.submit(PROMPTS[2], Sampling(8))
         modes = []
@@ -96,7 +98,7 @@ def test_decode_is_one_graph_and_prompts_are_pieces(model: Decoder):
     assert set(modes[2:]) == {"FULL"}
 
 
-def test_a_draft_that_is_the_model_itself_is_always_right(model: Decoder):
+def test_proposals_of_a_draft_equal_to_the_model_are_all_accepted(model: Decoder):
     with Engine(model, replace(LIMITS, mode="NONE"), model) as engine:
         request = engine.submit(PROMPTS[0], Sampling(12))
         while not request.done:
@@ -110,7 +112,7 @@ def test_a_draft_that_is_the_model_itself_is_always_right(model: Decoder):
     assert engine.accepted == engine.proposed > 0
 
 
-def test_requests_that_lose_their_pages_come_back(model: Decoder):
+def test_preempted_requests_finish_with_right_tokens_and_free_pages(model: Decoder):
     scarce = replace(LIMITS, num_pages=12)
     sampling = Sampling(16)
     prompts = [prompt[:6] for prompt in PROMPTS]
@@ -122,7 +124,7 @@ def test_requests_that_lose_their_pages_come_back(model: Decoder):
         assert sorted(engine.scheduler.free_pages) == list(range(1, 12))
 
 
-def test_requests_join_and_leave_between_steps(model: Decoder):
+def test_requests_that_join_and_leave_between_steps_get_right_tokens(model: Decoder):
     chosen = random.Random(0)
     waiting = [Sampling(chosen.randint(1, 12)) for _ in PROMPTS * 2]
     with Engine(model, LIMITS, model.first_layers(1)) as engine:
@@ -137,7 +139,7 @@ def test_requests_join_and_leave_between_steps(model: Decoder):
         assert request.generated == plain_tokens(model, prompt, request.sampling)
 
 
-def test_an_eos_token_ends_a_request_in_the_middle_of_proposals(model: Decoder):
+def test_an_accepted_eos_token_ends_a_request_within_proposals(model: Decoder):
     free = plain_tokens(model, PROMPTS[0], Sampling(12))
     eos = free[5]
     with Engine(model, replace(LIMITS, mode="NONE"), model) as engine:
@@ -145,7 +147,7 @@ def test_an_eos_token_ends_a_request_in_the_middle_of_proposals(model: Decoder):
     assert tokens == free[: free.index(eos) + 1]
 
 
-def test_in_other_modes_the_tokens_are_the_same(model: Decoder):
+def test_the_engine_gives_equal_tokens_in_every_mode(model: Decoder):
     outputs = []
     for mode in ("PIECEWISE", "FULL_DECODE_ONLY", "NONE"):
         with Engine(model, replace(LIMITS, mode=mode), model.first_layers(1)) as engine:
@@ -162,13 +164,13 @@ def test_in_other_modes_the_tokens_are_the_same(model: Decoder):
         ([1, 2], [7, 2, 3], [7]),
     ],
 )
-def test_a_proposal_counts_if_all_before_it_were_right(
+def test_a_proposal_is_accepted_only_after_right_proposals(
     proposed: list[int], sampled: list[int], kept: list[int]
 ):
     assert accepted(proposed, sampled) == kept
 
 
-def test_a_scheduler_gives_decodes_their_tokens_before_prompts():
+def test_the_scheduler_serves_decode_requests_before_prompts():
     scheduler = Scheduler(LIMITS)
     long = Request([1] * 30, 30, Sampling())
     short = Request([2] * 4, 4, Sampling(), cached=3)
@@ -176,7 +178,7 @@ def test_a_scheduler_gives_decodes_their_tokens_before_prompts():
     assert scheduler.schedule() == [(short, 3), (long, 13)]
 
 
-def test_limits_that_contradict_each_other_are_refused(model: Decoder):
+def test_contradictory_engine_limits_are_refused(model: Decoder):
     for wrong in ({"max_num_tokens": 8}, {"num_pages": 6}, {"num_pages": 10}):
         with pytest.raises(ValueError, match="must hold"):
             replace(LIMITS, **wrong)
@@ -184,7 +186,7 @@ def test_limits_that_contradict_each_other_are_refused(model: Decoder):
         Engine(model, LIMITS)
 
 
-def test_the_classifier_serves_batches_up_to_its_largest_size(
+def test_the_classifier_example_replays_batches_up_to_its_largest_size(
     capsys: pytest.CaptureFixture[str],
 ):
     runpy.run_path(str(Path(__file__).parent.parent / "examples" / "classifier.py"))
@@ -193,7 +195,7 @@ def test_the_classifier_serves_batches_up_to_its_largest_size(
     assert reasons == [("1", "HIT"), ("3", "HIT"), ("16", "HIT"), ("20", "TOO_LARGE")]
 
 
-def test_the_command_compares_graphs_with_eager(
+def test_the_engine_command_prints_how_many_tokens_equal_eager(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("GRAPHRT_PLATFORM", "cpu")
@@ -203,7 +205,7 @@ def test_the_command_compares_graphs_with_eager(
 
 @pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled, not interpreted")
-def test_the_attention_of_gpus_gives_the_same_tokens(
+def test_the_engines_gpu_attention_gives_eager_tokens(
     model: Decoder, monkeypatch: pytest.MonkeyPatch
 ):
     pytest.importorskip("triton", reason="the kernels are written in Triton")
@@ -220,7 +222,7 @@ def test_the_attention_of_gpus_gives_the_same_tokens(
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_a_checkpoint_gives_the_tokens_of_transformers(kind: str, tmp_path: Path):
+def test_the_engine_with_a_checkpoint_gives_the_tokens_of_transformers(kind: str, tmp_path: Path):
     transformers = pytest.importorskip("transformers", reason="it writes the checkpoint")
     config = transformers.AutoConfig.for_model(
         kind,
@@ -247,7 +249,9 @@ def test_a_checkpoint_gives_the_tokens_of_transformers(kind: str, tmp_path: Path
 
 @pytest.mark.filterwarnings("error::graphrt.errors.GraphQuarantinedWarning")
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
-def test_every_step_is_the_padded_eager_one(device: str, monkeypatch: pytest.MonkeyPatch):
+def test_every_engine_step_equals_the_padded_eager_step(
+    device: str, monkeypatch: pytest.MonkeyPatch
+):
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs an NVIDIA GPU")
     monkeypatch.setenv("GRAPHRT_CHECK", "always")

@@ -104,7 +104,7 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_lines_are_those_with_code_by_mechanism(tree: Path):
+def test_house_counts_code_lines_and_files_per_mechanism(tree: Path):
     facts = house(tree)
     assert facts["lines"] == {
         "surface": 5,
@@ -129,13 +129,13 @@ def test_lines_are_those_with_code_by_mechanism(tree: Path):
         ('async def f():\n    """Of f,\n    on two lines."""\n    return f"{1}"\n', 2),
     ],
 )
-def test_a_code_line_is_no_blank_comment_or_docstring(tmp_path: Path, text: str, lines: int):
+def test_code_lines_exclude_blanks_comments_and_docstrings(tmp_path: Path, text: str, lines: int):
     path = tmp_path / "one.py"
     path.write_text(text)
     assert code_lines(path) == lines
 
 
-def test_functions_have_their_own_branches_and_all_their_lines(tree: Path):
+def test_house_counts_branches_and_lines_per_function(tree: Path):
     where = "graphrt/core/runner/engine.py"
     functions = {one.where.partition(" ")[2]: one for one in house(tree)["functions"]}
     assert {name: (one.complexity, one.lines) for name, one in functions.items()} == {
@@ -153,7 +153,7 @@ def test_functions_have_their_own_branches_and_all_their_lines(tree: Path):
     assert most == sorted(most, reverse=True)
 
 
-def test_fields_are_what_a_class_of_core_names_or_its_methods_set(tree: Path):
+def test_house_counts_fields_declared_or_set_by_methods(tree: Path):
     classes = {one.where.partition(" ")[2]: one for one in house(tree)["classes"]}
     assert {name: (one.fields, one.methods) for name, one in classes.items()} == {
         "Engine": (5, 2),  # width, given, count, others, table
@@ -161,7 +161,7 @@ def test_fields_are_what_a_class_of_core_names_or_its_methods_set(tree: Path):
     }
 
 
-def test_the_command_prints_totals_and_writes_all(tree: Path, tmp_path: Path):
+def test_the_house_command_prints_totals_and_writes_a_file(tree: Path, tmp_path: Path):
     written = tmp_path / "facts.json"
     options = ["--root", str(tree), "--functions", "--classes", "--json", str(written)]
     done = subprocess.run(

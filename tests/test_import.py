@@ -26,7 +26,7 @@ def test_import_loads_nothing_heavy_and_touches_no_device():
     assert result.stdout.splitlines() == ["[] [] False False", "True"]
 
 
-def test_what_compiles_is_found_in_the_package_and_may_be_called() -> None:
+def test_graphrt_compile_is_callable_and_has_its_modules_names() -> None:
     import graphrt
 
     assert callable(graphrt.compile) and graphrt.compile.compile_module is not None
@@ -46,7 +46,7 @@ print(set(graphrt.__all__) <= set(dir(graphrt)), "testing" in dir(graphrt))
 """
 
 
-def test_a_name_loads_no_more_than_it_needs() -> None:
+def test_importing_a_name_loads_only_the_modules_of_that_name() -> None:
     done = starts.run("-c", LATE, check=True)
     layers, runner, listed = done.stdout.splitlines()
     assert "graphrt.core.plan" in layers and "graphrt.core.trust" not in layers
@@ -54,7 +54,7 @@ def test_a_name_loads_no_more_than_it_needs() -> None:
     assert listed == "True False"
 
 
-def test_names_are_loaded_from_where_type_checkers_see_them() -> None:
+def test_lazy_names_are_loaded_from_the_modules_type_checkers_see() -> None:
     import graphrt
 
     tree = ast.parse(Path(graphrt.__file__).read_text(encoding="utf-8"))

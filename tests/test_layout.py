@@ -121,30 +121,30 @@ def _wrong_part(user: str, target: str) -> Iterator[str]:
         yield f"{target} is above {own}"
 
 
-def test_there_is_something_to_check() -> None:
+def test_the_layout_check_covers_core_layers_and_surface() -> None:
     assert {f"graphrt.core.{layer}" for layer in LAYERS} <= FACELESS
     assert SURFACE <= PACKAGES
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_imports_go_one_way(module: str) -> None:
+def test_each_module_imports_only_from_lower_layers(module: str) -> None:
     assert breaches(module, MODULES[module].read_text(encoding="utf-8")) == []
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_folder_says_what_it_is_for(folder: Path) -> None:
+def test_every_package_folder_has_a_docstring(folder: Path) -> None:
     init = folder / "__init__.py"
     assert init.exists() and ast.get_docstring(ast.parse(init.read_text(encoding="utf-8")))
 
 
 @pytest.mark.parametrize("package", sorted(FACELESS - {FIRST}))
-def test_a_folder_that_no_host_imports_from_defines_nothing(package: str) -> None:
+def test_an_internal_packages_init_file_defines_nothing(package: str) -> None:
     """A list of names there is a second home for each of them."""
     body = ast.parse(MODULES[package].read_text(encoding="utf-8")).body
     assert [ast.unparse(each) for each in body[1:]] == []
 
 
-def test_no_modules_import_each_other() -> None:
+def test_no_modules_import_each_other_in_a_circle() -> None:
     """Type-only imports are counted too: what cannot be named without a circle cannot be read
     without one."""
     edges: dict[str, set[str]] = defaultdict(set)
@@ -201,7 +201,7 @@ def circles(edges: dict[str, set[str]]) -> list[list[str]]:
         ("graphrt.attention.sdpa", "from graphrt.cli import app"),
     ],
 )
-def test_the_check_finds_breaches(user: str, source: str) -> None:
+def test_the_layout_check_finds_forbidden_imports(user: str, source: str) -> None:
     assert breaches(user, source)
 
 
@@ -216,10 +216,10 @@ def test_the_check_finds_breaches(user: str, source: str) -> None:
         ("graphrt.cli.plan", "from graphrt import Plan"),
     ],
 )
-def test_the_check_lets_the_rest_through(user: str, source: str) -> None:
+def test_the_layout_check_accepts_allowed_imports(user: str, source: str) -> None:
     assert breaches(user, source) == []
 
 
-def test_the_check_finds_circles() -> None:
+def test_the_layout_check_finds_import_circles() -> None:
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
     assert circles({"a": {"b"}, "b": {"c"}, "d": {"a"}}) == []

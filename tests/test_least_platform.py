@@ -23,12 +23,12 @@ class TestLeastPlatform(PlatformConformance):
     platform = LeastPlatform()
 
 
-def test_it_needs_every_method_that_is_abstract_and_has_no_other():
+def test_the_minimal_platform_defines_exactly_the_abstract_methods():
     methods = {name for name, value in vars(LeastPlatform).items() if callable(value)}
     assert methods == Platform.__abstractmethods__
 
 
-def test_the_page_is_a_plugin():
+def test_the_add_platform_pages_code_registers_as_a_plugin():
     registry = PlatformRegistry(group=None)
     registry.register(LEAST)
     assert type(registry.get("least")) is LeastPlatform
@@ -58,7 +58,7 @@ class Nameless(LeastPlatform):
         (NoWrapper(), "Calls"),
     ],
 )
-def test_a_wrapper_of_another_platform_is_refused_and_fails_the_suite(platform, got):
+def test_a_wrapper_class_of_another_platform_is_refused_and_fails_conformance(platform, got):
     with pytest.raises(PlatformError, match=got):
         wrapper_class(platform)
     suite = TestLeastPlatform()
@@ -67,7 +67,7 @@ def test_a_wrapper_of_another_platform_is_refused_and_fails_the_suite(platform, 
         suite.test_the_wrapper_class_names_this_platform()
 
 
-def test_the_advice_of_that_error_works():
+def test_following_the_wrapper_class_advice_fixes_the_platform():
     class Own(LeastWrapper):
         platform_name = "another"
 

@@ -54,7 +54,7 @@ def imported(tree: ast.AST) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("path", sources(), ids=lambda each: str(each.relative_to(ROOT)))
-def test_no_module_imports_what_talks_to_a_network_or_names_an_address_for_all(path):
+def test_no_module_imports_network_libraries_or_binds_to_all_addresses(path):
     tree = ast.parse(path.read_text(encoding="utf-8"))
     allowed = ALLOWED.get(path.relative_to(ROOT).as_posix(), set())
     assert not NETWORK & set(imported(tree)) - allowed

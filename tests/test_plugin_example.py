@@ -60,7 +60,7 @@ def run(code: str, *sites: Path, platform: str | None = None) -> subprocess.Comp
     return starts.run("-c", textwrap.dedent(code), env=environ)
 
 
-def test_example_is_used_through_the_variable(installed: Path) -> None:
+def test_the_example_platform_is_chosen_by_the_environment_variable(installed: Path) -> None:
     code = """
         import graphrt
         platform = graphrt.current_platform()
@@ -77,7 +77,7 @@ def test_example_is_used_through_the_variable(installed: Path) -> None:
     ]
 
 
-def test_example_captures_and_traces_replays(installed: Path) -> None:
+def test_the_example_platform_captures_and_counts_replays(installed: Path) -> None:
     code = """
         import torch, graphrt
         runner = graphrt.GraphRunner(
@@ -95,12 +95,12 @@ def test_example_captures_and_traces_replays(installed: Path) -> None:
     assert done.stdout.split() == ["tracing_cpu", "3"]
 
 
-def test_other_platforms_stay_within_reach(installed: Path) -> None:
+def test_naming_cpu_overrides_an_installed_plugin_platform(installed: Path) -> None:
     done = run("import graphrt; print(graphrt.current_platform().name)", installed, platform="cpu")
     assert done.stdout.strip() == "cpu", done.stderr
 
 
-def test_unknown_name_lists_the_known_ones(installed: Path) -> None:
+def test_an_unknown_platform_name_raises_with_the_known_names(installed: Path) -> None:
     done = run("import graphrt; graphrt.current_platform()", installed, platform="tpu")
     assert done.returncode == 1
     assert "PlatformError" in done.stderr
@@ -109,7 +109,7 @@ def test_unknown_name_lists_the_known_ones(installed: Path) -> None:
     assert "tracing_cpu" in done.stderr
 
 
-def test_plugin_that_raises_at_import_is_reported_and_skipped(tmp_path: Path) -> None:
+def test_a_plugin_that_raises_at_import_is_skipped_with_a_warning(tmp_path: Path) -> None:
     add_plugin(tmp_path, "broken-plugin", "raise RuntimeError('no driver library')")
     code = """
         import graphrt
@@ -127,7 +127,7 @@ def test_plugin_that_raises_at_import_is_reported_and_skipped(tmp_path: Path) ->
     assert "broken-plugin:platform could not be imported" in done.stderr
 
 
-def test_two_plugins_with_one_platform_name(tmp_path: Path) -> None:
+def test_two_plugins_with_the_same_platform_name_are_refused(tmp_path: Path) -> None:
     add_plugin(tmp_path, "vendor-a", PLATFORM.format(name="same"))
     add_plugin(tmp_path, "vendor-b", PLATFORM.format(name="same"))
     done = run("import graphrt; graphrt.current_platform()", tmp_path)
@@ -137,7 +137,7 @@ def test_two_plugins_with_one_platform_name(tmp_path: Path) -> None:
     assert "vendor-b:platform" in done.stderr
 
 
-def test_two_available_out_of_tree_platforms(tmp_path: Path) -> None:
+def test_two_available_plugin_platforms_need_a_choice_by_variable(tmp_path: Path) -> None:
     add_plugin(tmp_path, "vendor-a", PLATFORM.format(name="alpha"))
     add_plugin(tmp_path, "vendor-b", PLATFORM.format(name="beta"))
     code = "import graphrt; print(graphrt.current_platform().name)"

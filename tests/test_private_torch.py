@@ -52,7 +52,7 @@ def table() -> Iterator[object]:
 
 
 @pytest.mark.parametrize("name", list(table()))
-def test_a_name_is_in_every_torch_it_was_seen_in(name: PrivateName) -> None:
+def test_each_private_torch_name_exists_in_its_recorded_torch_versions(name: PrivateName) -> None:
     if name.build == "cuda" and not torch.backends.cuda.is_built():
         pytest.skip(f"torch {torch.__version__} was built without CUDA")
     try:
@@ -61,13 +61,13 @@ def test_a_name_is_in_every_torch_it_was_seen_in(name: PrivateName) -> None:
         assert VERSION not in name.seen, f"torch {VERSION} lost {name.path}: {name.without}"
 
 
-def test_platforms_and_core_have_doors() -> None:
+def test_core_and_each_platform_declare_their_private_torch_names() -> None:
     packages = {path.relative_to(ROOT / "graphrt").parts[0] for path in doors()}
     assert {"core", "cpu", "cuda", "ascend"} <= packages
 
 
 @pytest.mark.parametrize("path", list(doors()), ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_door_says_what_happens_without_each_name(path: Path) -> None:
+def test_each_private_torch_name_declares_the_effect_of_its_absence(path: Path) -> None:
     assert doors()[path]
     for name in doors()[path].values():
         assert name.without and set(name.seen) <= set(TESTED), name
@@ -89,7 +89,7 @@ def private_uses(source: str) -> list[str]:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_only_doors_say_private_names(path: Path) -> None:
+def test_private_torch_names_are_used_only_in_their_declaring_modules(path: Path) -> None:
     # The door of graphrt.compile is a folder.
     if path == MECHANISM or path in doors() or path.parent.name == "private_torch":
         return
@@ -109,21 +109,21 @@ def test_only_doors_say_private_names(path: Path) -> None:
         "torch_npu._C._weak_ref_tensor(x)",
     ],
 )
-def test_the_check_finds_private_names(source: str) -> None:
+def test_the_check_finds_undeclared_private_torch_names(source: str) -> None:
     assert private_uses(source)
 
 
 @pytest.mark.parametrize(
     "source", ["torch.__version__", "torch.Tensor.copy_", "'torch.cuda.Event.wait is replaced'"]
 )
-def test_the_check_lets_public_names_through(source: str) -> None:
+def test_the_check_accepts_public_torch_names(source: str) -> None:
     assert not private_uses(source)
 
 
 # What is missing or new --------------------------------------------------------------------------
 
 
-def test_a_missing_name_is_an_error_at_its_use() -> None:
+def test_a_missing_private_torch_name_raises_when_used() -> None:
     names = PrivateNames()
     missing = names.take("torch._C._no_such_function", without="nothing works", seen=("2.11",))
     assert not missing
@@ -162,7 +162,7 @@ except errors.MissingTorchNameError as error:
 """
 
 
-def test_no_import_fails_without_any_of_them() -> None:
+def test_graphrt_imports_without_any_private_torch_name() -> None:
     done = starts.run("-c", _WITHOUT_ANY, str(ROOT), check=True)
     assert done.stdout.splitlines() == [
         "torch._C._dispatch_library",

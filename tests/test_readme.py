@@ -79,7 +79,7 @@ def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("document", WITH_BLOCKS)
-def test_the_blocks_of_a_page_run_as_they_stand(
+def test_the_code_blocks_of_each_page_run_and_print_as_documented(
     document: str,
     alone: None,
     capsys: pytest.CaptureFixture[str],
@@ -119,17 +119,19 @@ def said(code: str, printed: list[str]) -> list[str]:
     return comments or printed
 
 
-def test_each_page_that_is_run_elsewhere_is_named_there():
+def test_each_page_with_its_own_test_is_named_in_that_test():
     for document, test in OF_ITS_OWN.items():
         assert Path(document).name in text_of(test)
 
 
-def test_blocks_that_are_not_run_are_few_and_say_why():
+def test_only_the_ascend_page_has_code_blocks_that_are_not_run():
     left_out = [(each, block) for each in DOCUMENTS for block in blocks(each) if block.not_run]
     assert {each for each, _ in left_out} <= {"docs/how-to/ascend.md"}
 
 
-def test_the_fifteen_lines_run_as_they_stand(alone: None, capsys: pytest.CaptureFixture[str]):
+def test_the_fifteen_line_readme_example_runs_and_replays(
+    alone: None, capsys: pytest.CaptureFixture[str]
+):
     code = example_with("GraphRunner(")
     lines = [line for line in code.splitlines() if line.strip()]
     assert len(lines) <= 15
@@ -137,7 +139,7 @@ def test_the_fifteen_lines_run_as_they_stand(alone: None, capsys: pytest.Capture
     assert capsys.readouterr().out == "torch.Size([3, 10]) HIT\n"
 
 
-def test_the_plan_prints_what_the_page_of_modes_shows(
+def test_the_printed_plan_equals_the_text_on_the_modes_page(
     alone: None, capsys: pytest.CaptureFixture[str]
 ):
     page = "docs/concepts/modes.md"
@@ -146,7 +148,9 @@ def test_the_plan_prints_what_the_page_of_modes_shows(
     assert f"```\n\n{printed}\n" in text_of(page)
 
 
-def test_a_host_with_wrappers_of_its_own_runs_as_it_stands(capsys: pytest.CaptureFixture[str]):
+def test_the_documented_host_with_its_own_wrappers_runs_and_replays(
+    capsys: pytest.CaptureFixture[str],
+):
     names: dict[str, Any] = {}
     page = "docs/how-to/engine.md"
     exec(compile(example_with("GraphDispatcher(", page), page, "exec"), names)
@@ -163,7 +167,7 @@ def test_a_host_with_wrappers_of_its_own_runs_as_it_stands(capsys: pytest.Captur
         assert names["torch"].equal(names["wrapper"](names["static_input"]), expected)
 
 
-def test_without_lazy_capture_the_same_host_is_told_that_nothing_is_replayed():
+def test_the_documented_host_without_lazy_capture_counts_missing_graphs():
     page = "docs/how-to/engine.md"
     code = example_with("GraphDispatcher(", page).replace("lazy=True", "")
     names: dict[str, Any] = {}
@@ -173,7 +177,9 @@ def test_without_lazy_capture_the_same_host_is_told_that_nothing_is_replayed():
     assert names["wrapper"].eager_calls[names["Reason"].MISSING_GRAPH] == 2
 
 
-def test_an_engine_with_a_context_of_its_own_runs_as_it_stands(capsys: pytest.CaptureFixture[str]):
+def test_the_documented_engine_with_its_own_context_runs_and_replays(
+    capsys: pytest.CaptureFixture[str],
+):
     page = "docs/how-to/engine.md"
     names: dict[str, Any] = {}
     exec(compile(example_with("pool.capture_session()", page), page, "exec"), names)
@@ -182,7 +188,7 @@ def test_an_engine_with_a_context_of_its_own_runs_as_it_stands(capsys: pytest.Ca
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_paths_and_links_lead_somewhere(document: str):
+def test_every_path_and_link_in_the_documents_exists(document: str):
     text, folder = text_of(document), (ROOT / document).parent
     prose = re.sub(r"^ *```.*?^ *```$", "", text, flags=re.DOTALL | re.MULTILINE)
     named = re.findall(rf"`((?:{'|'.join(FOLDERS)})/[\w./-]*)", text)
@@ -196,7 +202,7 @@ def test_paths_and_links_lead_somewhere(document: str):
     assert missing == []
 
 
-def test_every_public_error_and_warning_is_on_the_page_of_troubles():
+def test_the_troubleshooting_page_lists_every_public_error_and_warning():
     import graphrt.errors
 
     _, table = text_of("docs/troubleshooting.md").split("## Errors and warnings")
@@ -204,14 +210,14 @@ def test_every_public_error_and_warning_is_on_the_page_of_troubles():
     assert sorted(rows) == sorted(graphrt.errors.__all__)
 
 
-def test_every_reason_is_on_the_page_of_troubles():
+def test_the_troubleshooting_page_lists_every_dispatch_reason():
     from graphrt import Reason
 
     text = text_of("docs/troubleshooting.md")
     assert [reason.name for reason in Reason if f"`{reason.name}`" not in text] == []
 
 
-def test_the_pictures_are_those_that_the_script_draws_and_pages_show():
+def test_pictures_in_docs_are_exactly_those_drawn_and_shown():
     (drawn,) = re.findall(r"^DRAWINGS: .* = \[(.*)\]$", text_of("docs/pictures.py"), re.MULTILINE)
     shown = [
         name for each in DOCUMENTS for name in re.findall(r"pictures/(\w+)\.svg", text_of(each))

@@ -43,38 +43,38 @@ def files(dist: Path) -> list[Path]:
     return paths
 
 
-def test_a_whole_release_has_no_problems(root: Path) -> None:
+def test_a_complete_release_has_no_problems(root: Path) -> None:
     files(root / "dist")
     assert check.problems("v1.2.0", root / "dist", root) == []
     assert check.notes(root) == "- Graphs."
 
 
 @pytest.mark.parametrize("left_out", range(6))
-def test_each_file_that_is_missing_is_named(root: Path, left_out: int) -> None:
+def test_the_release_check_names_each_missing_file(root: Path, left_out: int) -> None:
     path = files(root / "dist")[left_out]
     path.unlink()
     (problem,) = check.problems("v1.2.0", root / "dist", root)
     assert path.name.split("manylinux")[0].split("-")[1] in problem.replace("\\", "")
 
 
-def test_a_tag_of_another_version_is_named(root: Path) -> None:
+def test_the_release_check_names_a_tag_of_another_version(root: Path) -> None:
     (problem,) = check.problems("v1.3.0", None, root)
     assert "v1.3.0 is not v1.2.0" in problem
 
 
-def test_a_version_without_a_line_in_the_changelog_is_named(root: Path) -> None:
+def test_the_release_check_names_a_version_missing_in_the_changelog(root: Path) -> None:
     (root / "docs" / "changelog.md").write_text("# Changelog\n\n## 1.2.0\n\n## 1.1.0\n\n- No.\n")
     (problem,) = check.problems("v1.2.0", None, root)
     assert '"## 1.2.0"' in problem
 
 
-def test_wheels_are_built_for_the_pythons_that_are_named() -> None:
+def test_wheels_are_built_for_exactly_the_declared_pythons() -> None:
     text = (ROOT / "pyproject.toml").read_text()
     line = next(line for line in text.splitlines() if line.startswith("build = ["))
     assert [each.split("-")[0] for each in line.split('"')[1::2]] == check.pythons()
 
 
-def test_what_the_workflows_run_is_there() -> None:
+def test_every_make_target_of_the_workflows_exists() -> None:
     workflows = ROOT / ".github" / "workflows"
     text = "".join(path.read_text(encoding="utf-8") for path in workflows.glob("*.yml"))
     paths = set(re.findall(r"(?<![\w./-])(?:\.ci|ci|tests)/[\w./]+", text))

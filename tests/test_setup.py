@@ -146,7 +146,7 @@ def succeeded(done: subprocess.CompletedProcess[str]) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_cpu_machine_gets_the_cpu_build_once(checkout: Checkout) -> None:
+def test_setup_installs_the_cpu_build_of_torch_once(checkout: Checkout) -> None:
     python = checkout.interpreter("bare")
     lines = succeeded(checkout.setup(python))
     assert all(line.startswith("setup: ") for line in lines)
@@ -160,7 +160,7 @@ def test_cpu_machine_gets_the_cpu_build_once(checkout: Checkout) -> None:
     assert checkout.calls() == []
 
 
-def test_installed_torch_is_pinned_and_others_follow_it(
+def test_setup_pins_an_installed_torch_and_matching_packages(
     checkout: Checkout, with_cuda_torch: Path
 ) -> None:
     lines = succeeded(checkout.setup(with_cuda_torch))
@@ -172,7 +172,9 @@ def test_installed_torch_is_pinned_and_others_follow_it(
     assert not checkout.site.joinpath("torch").exists()
 
 
-def test_all_that_is_there_needs_no_index(checkout: Checkout, with_cuda_torch: Path) -> None:
+def test_setup_with_everything_installed_uses_no_index(
+    checkout: Checkout, with_cuda_torch: Path
+) -> None:
     succeeded(checkout.setup(with_cuda_torch, ALL_THERE="1"))
     installs = [call for call in checkout.calls() if "--editable" in call]
     assert len(installs) == 1
@@ -182,7 +184,9 @@ def test_all_that_is_there_needs_no_index(checkout: Checkout, with_cuda_torch: P
     assert (checkout.root / stays[1]).read_text() == "torch==2.11.0\n"
 
 
-def test_replaced_torch_is_an_error(checkout: Checkout, with_cuda_torch: Path) -> None:
+def test_setup_fails_if_an_install_replaced_torch(
+    checkout: Checkout, with_cuda_torch: Path
+) -> None:
     for _ in range(2):  # nothing is marked as done
         done = checkout.setup(with_cuda_torch, REPLACES="2.13.0+cpu")
         assert done.returncode == 1
@@ -192,7 +196,9 @@ def test_replaced_torch_is_an_error(checkout: Checkout, with_cuda_torch: Path) -
     assert "2.13.0+cpu" in done.stderr
 
 
-def test_what_cannot_be_installed_is_named(checkout: Checkout, with_cuda_torch: Path) -> None:
+def test_setup_names_a_package_that_cannot_be_installed(
+    checkout: Checkout, with_cuda_torch: Path
+) -> None:
     done = checkout.setup(with_cuda_torch, MISSING="hypothesis==6.170.15")
     assert done.returncode == 1
     assert PIP_NOISE in done.stderr
@@ -200,14 +206,14 @@ def test_what_cannot_be_installed_is_named(checkout: Checkout, with_cuda_torch: 
     assert "beside torch 2.11.0+cu130, which stays as it is" in done.stderr
 
 
-def test_no_cpu_build_says_what_to_do(checkout: Checkout) -> None:
+def test_setup_without_a_cpu_build_of_torch_gives_advice(checkout: Checkout) -> None:
     done = checkout.setup(checkout.interpreter("bare"), NO_TORCH_THERE="1")
     assert done.returncode == 1
     assert "no torch==2.13.0+cpu for Python 3.11.7" in done.stderr
     assert "GRAPHRT_TORCH_BUILD=any" in done.stderr
 
 
-def test_another_python_makes_the_environment_anew(checkout: Checkout) -> None:
+def test_setup_with_another_python_rebuilds_the_environment(checkout: Checkout) -> None:
     first, second = checkout.interpreter("first"), checkout.interpreter("second", "3.12.1")
     succeeded(checkout.setup(first))
     lines = succeeded(checkout.setup(second))
@@ -216,7 +222,7 @@ def test_another_python_makes_the_environment_anew(checkout: Checkout) -> None:
     assert [path.name for path in checkout.root.glob(".venv*")] == [".venv"]
 
 
-def test_environment_that_cannot_be_made_anew_is_kept(checkout: Checkout) -> None:
+def test_setup_keeps_the_old_environment_if_a_rebuild_fails(checkout: Checkout) -> None:
     first, second = checkout.interpreter("first"), checkout.interpreter("second", "3.12.1")
     ready = succeeded(checkout.setup(first))[-1:]
     failed = checkout.setup(second, NO_TORCH_THERE="1")
@@ -226,7 +232,7 @@ def test_environment_that_cannot_be_made_anew_is_kept(checkout: Checkout) -> Non
     assert checkout.calls() == []
 
 
-def test_another_installed_torch_makes_the_environment_anew(
+def test_setup_with_another_installed_torch_rebuilds_the_environment(
     checkout: Checkout, with_cuda_torch: Path
 ) -> None:
     succeeded(checkout.setup(with_cuda_torch))
@@ -238,7 +244,7 @@ def test_another_installed_torch_makes_the_environment_anew(
     assert {"torch==2.12.1", "triton==3.7.1"} <= set(checkout.constraints())
 
 
-def test_torch_put_into_the_environment_by_hand_stays(checkout: Checkout) -> None:
+def test_setup_keeps_a_torch_installed_by_hand(checkout: Checkout) -> None:
     python = checkout.interpreter("bare")
     succeeded(checkout.setup(python))
     for old in checkout.site.glob("torch*"):
@@ -250,7 +256,9 @@ def test_torch_put_into_the_environment_by_hand_stays(checkout: Checkout) -> Non
     assert "torch==2.15.0" in checkout.constraints()
 
 
-def test_named_torch_is_the_one_or_none(checkout: Checkout, with_cuda_torch: Path) -> None:
+def test_setup_installs_only_the_torch_named_by_graphrt_torch(
+    checkout: Checkout, with_cuda_torch: Path
+) -> None:
     lines = succeeded(checkout.setup(with_cuda_torch, GRAPHRT_TORCH="2.14.1"))
     assert any("torch 2.11.0+cu130 of" in line and "left alone" in line for line in lines)
     assert lines[-1].endswith("torch 2.14.1+cpu")
@@ -263,7 +271,7 @@ def test_named_torch_is_the_one_or_none(checkout: Checkout, with_cuda_torch: Pat
     assert "not 2.14.1; it is not replaced" in done.stderr
 
 
-def test_torch_that_cannot_be_imported_is_an_error(
+def test_setup_fails_if_the_installed_torch_cannot_be_imported(
     checkout: Checkout, with_cuda_torch: Path
 ) -> None:
     package = with_cuda_torch.parent / "site" / "torch"
@@ -274,7 +282,7 @@ def test_torch_that_cannot_be_imported_is_an_error(
     assert "libcudart.so.13 is missing" in done.stderr
 
 
-def test_environment_of_others_is_not_touched(checkout: Checkout) -> None:
+def test_setup_refuses_an_environment_made_by_something_else(checkout: Checkout) -> None:
     python = checkout.interpreter("new", "3.12.1")
     theirs = checkout.interpreter("checkout/.venv/bin", "3.10.13")
     done = checkout.setup(python)
@@ -283,7 +291,7 @@ def test_environment_of_others_is_not_touched(checkout: Checkout) -> None:
     assert theirs.exists()
 
 
-def test_changed_needs_are_installed(checkout: Checkout) -> None:
+def test_setup_installs_again_after_changed_constraints(checkout: Checkout) -> None:
     python = checkout.interpreter("bare")
     succeeded(checkout.setup(python))
     with (checkout.root / "constraints.txt").open("a") as constraints:
@@ -316,11 +324,13 @@ def load(path: Path) -> ModuleType:
         ("2.13.1", "2.13.0", False),
     ],
 )
-def test_which_torch_fits(version: str, wanted: str, fits: bool) -> None:
+def test_a_torch_version_fits_the_wanted_version_as_tabled(
+    version: str, wanted: str, fits: bool
+) -> None:
     assert load(ROOT / "ci" / "facts.py").fits(version, wanted) is fits
 
 
-def test_rows_agree_with_what_the_package_declares() -> None:
+def test_ci_matrix_rows_agree_with_the_declared_python_and_torch_versions() -> None:
     rows = load(ROOT / "ci" / "matrix.py").read_rows()
     declared = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     pythons = set(re.findall(r'"Programming Language :: Python :: (3\.\d+)"', declared))
@@ -338,7 +348,7 @@ def test_rows_agree_with_what_the_package_declares() -> None:
     assert f"torch-npu=={simulated['torch']}" in simulator
 
 
-def test_row_needs_a_whole_torch_version(tmp_path: Path) -> None:
+def test_a_ci_row_without_a_full_torch_version_is_refused(tmp_path: Path) -> None:
     row = {"name": "a", "runner": "b", "python": "3.11", "torch": "2.13", "enabled": True}
     path = tmp_path / "matrix.json"
     path.write_text(json.dumps({"rows": [row]}))
@@ -346,7 +356,7 @@ def test_row_needs_a_whole_torch_version(tmp_path: Path) -> None:
         load(ROOT / "ci" / "matrix.py").read_rows(path)
 
 
-def test_row_on_another_python_is_refused(tmp_path: Path) -> None:
+def test_a_ci_row_run_on_another_python_is_refused(tmp_path: Path) -> None:
     python = f"{sys.version_info[0]}.{sys.version_info[1]}"
     rows = load(ROOT / "ci" / "matrix.py").read_rows()
     other = next(row["name"] for row in rows if row["python"] not in ("", python))
@@ -361,7 +371,7 @@ def test_row_on_another_python_is_refused(tmp_path: Path) -> None:
     assert f"is Python {python}" in done.stderr
 
 
-def test_tests_refuse_another_torch_than_the_row_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tests_refuse_a_torch_other_than_graphrt_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     conftest = load(ROOT / "tests" / "conftest.py")
     conftest.pytest_configure()
     monkeypatch.setenv("GRAPHRT_TORCH", "2.0.0")
@@ -369,7 +379,7 @@ def test_tests_refuse_another_torch_than_the_row_names(monkeypatch: pytest.Monke
         conftest.pytest_configure()
 
 
-def test_tests_of_a_row_refuse_a_build_without_the_c_part(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tests_of_a_ci_row_refuse_a_build_without_c(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "GRAPHRT_NATIVE:-1" in (ROOT / "ci" / "run_row.sh").read_text()
     conftest = load(ROOT / "tests" / "conftest.py")
     monkeypatch.setattr(conftest, "native_state", "it was not built")
@@ -384,7 +394,7 @@ def test_tests_of_a_row_refuse_a_build_without_the_c_part(monkeypatch: pytest.Mo
     not os.environ.get("GRAPHRT_TEST_SETUP"),
     reason="makes a real environment, minutes on a busy machine: GRAPHRT_TEST_SETUP=1",
 )
-def test_real_environment_keeps_the_torch_of_this_python(tmp_path: Path) -> None:
+def test_setup_of_a_real_environment_keeps_this_pythons_torch(tmp_path: Path) -> None:
     environ = os.environ | {"PYTHON": sys.executable, "VENV": str(tmp_path / "venv")}
     environ.pop("PYTHONPATH", None)
     done = subprocess.run(

@@ -27,7 +27,7 @@ STABLE = [
 ]
 
 
-def test_names_of_the_stable_tier_are_added_and_never_removed():
+def test_stable_public_names_equal_the_recorded_list():
     kept = set(NAMES.read_text(encoding="utf-8").split())
     there = {
         f"{module}.{name}" for module in STABLE for name in importlib.import_module(module).__all__
@@ -53,7 +53,7 @@ def plugin_of(version: Any) -> Any:
 
 
 @pytest.mark.parametrize("version", [CONTRACT_VERSION + 1, 0, "1"])
-def test_a_plugin_for_another_contract_is_left_out_and_named(version):
+def test_a_plugin_for_an_unsupported_contract_version_is_refused(version):
     advice = "newer version of the plugin, or of graphrt"
     registry = PlatformRegistry({}, group=None)
     registry.register(plugin_of(version), name="mine")
@@ -68,7 +68,7 @@ def test_a_plugin_for_another_contract_is_left_out_and_named(version):
 
 
 @pytest.mark.parametrize("version", range(OLDEST_CONTRACT, CONTRACT_VERSION + 1))
-def test_a_plugin_for_a_contract_that_the_page_names_is_taken(version):
+def test_a_plugin_for_a_documented_contract_version_is_accepted(version):
     page = Path(__file__).parent.parent / "docs" / "stability.md"
     accepted = f"Accepted are {OLDEST_CONTRACT} to {CONTRACT_VERSION}"
     assert accepted in page.read_text(encoding="utf-8")
@@ -79,7 +79,7 @@ def test_a_plugin_for_a_contract_that_the_page_names_is_taken(version):
         assert registry.get("other").name == "other"
 
 
-def test_platforms_of_graphrt_state_the_contract_that_they_are_for():
+def test_each_built_in_platform_states_the_current_contract_version():
     own = [each for each in installed_platforms() if each.origin == "built-in"]
     assert own
     for each in own:
@@ -90,7 +90,7 @@ def test_platforms_of_graphrt_state_the_contract_that_they_are_for():
     ("version", "words"),
     [(5, "another graphrt wrote it"), (1, "format 1"), ("2", "format '2'"), (True, "format True")],
 )
-def test_a_plan_of_another_format_is_refused_by_its_version(version, words, tmp_path):
+def test_a_plan_file_of_another_format_version_is_refused(version, words, tmp_path):
     path = tmp_path / "plan.json"
     Plan(mode="FULL", sizes=[1, 2]).save(path)
     content = json.loads(path.read_text())

@@ -106,7 +106,7 @@ def named_in(annotation: str) -> set[str]:
 
 
 @pytest.mark.parametrize("module", PUBLIC)
-def test_all_is_sorted_and_there(module: str) -> None:
+def test_the_names_in_all_are_sorted_and_exist(module: str) -> None:
     loaded = importlib.import_module(module)
     assert list(loaded.__all__) == sorted(loaded.__all__, key=_natural)
     assert all(hasattr(loaded, name) for name in loaded.__all__)
@@ -119,7 +119,7 @@ def _natural(name: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(("module", "name"), OBJECTS, ids=lambda value: str(value))
-def test_what_a_signature_names_can_be_imported(module: str, name: str) -> None:
+def test_types_named_in_public_signatures_can_be_imported(module: str, name: str) -> None:
     missing = {
         f"{getattr(member, '__qualname__', name)}: {named}"
         for member in members(SURFACE[module, name])
@@ -131,7 +131,7 @@ def test_what_a_signature_names_can_be_imported(module: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(("module", "name"), OBJECTS, ids=lambda value: str(value))
-def test_what_a_docstring_names_can_be_imported(module: str, name: str) -> None:
+def test_names_quoted_in_public_docstrings_can_be_imported(module: str, name: str) -> None:
     missing = {
         f"{getattr(member, '__qualname__', name)}: {named}"
         for member in members(SURFACE[module, name])
@@ -142,7 +142,7 @@ def test_what_a_docstring_names_can_be_imported(module: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(("module", "name"), OBJECTS, ids=lambda value: str(value))
-def test_what_is_public_has_a_docstring(module: str, name: str) -> None:
+def test_every_public_class_and_function_has_a_docstring(module: str, name: str) -> None:
     value = SURFACE[module, name]
     if not (inspect.isclass(value) or isinstance(value, types.FunctionType)):
         return
@@ -151,7 +151,7 @@ def test_what_is_public_has_a_docstring(module: str, name: str) -> None:
     assert own and not generated, f"{module}.{name}"
 
 
-def test_every_named_error_is_public_and_has_one_root() -> None:
+def test_every_error_class_is_public_and_derives_from_graphrt_error() -> None:
     errors = importlib.import_module("graphrt.core.base.errors")
     root = errors.GraphRTError
     for name, value in vars(errors).items():
@@ -160,14 +160,14 @@ def test_every_named_error_is_public_and_has_one_root() -> None:
             assert issubclass(value, (root, Warning))
 
 
-def test_the_check_finds_what_is_missing() -> None:
+def test_the_surface_check_finds_a_name_that_cannot_be_imported() -> None:
     source = textwrap.dedent("Callable[[Plan | None], Sequence[PreparedStep]]")
     assert named_in(source) == {"Plan", "PreparedStep"}
     assert "PreparedStep" not in NAMES and "Plan" in NAMES
 
 
 @pytest.mark.parametrize("module", ["graphrt", "errors", "platforms", "types", "lowlevel"])
-def test_a_public_name_says_where_hosts_import_it_from(module: str) -> None:
+def test_the_module_attribute_of_public_names_is_importable_by_hosts(module: str) -> None:
     """Else tracebacks, help and reprs show modules that no host may import."""
     surface = importlib.import_module("graphrt" if module == "graphrt" else f"graphrt.{module}")
     for name in surface.__all__:

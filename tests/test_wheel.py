@@ -25,11 +25,11 @@ def names(wheel: Path) -> list[PurePosixPath]:
         return [PurePosixPath(name) for name in archive.namelist()]
 
 
-def test_it_is_small(wheel: Path) -> None:
+def test_the_wheel_is_below_its_size_limit(wheel: Path) -> None:
     assert wheel.stat().st_size <= MOST_KIB * 1024
 
 
-def test_it_holds_the_modules_and_nothing_else(names: list[PurePosixPath]) -> None:
+def test_the_wheel_holds_exactly_the_modules_of_graphrt(names: list[PurePosixPath]) -> None:
     held = {str(name) for name in names if not name.parts[0].endswith(".dist-info")}
     modules = {path.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("*.py")}
     # Where there is a compiler, and Python's headers.
@@ -38,17 +38,17 @@ def test_it_holds_the_modules_and_nothing_else(names: list[PurePosixPath]) -> No
     assert held - compiled == modules | {"graphrt/py.typed"}
 
 
-def test_every_folder_is_a_package(names: list[PurePosixPath]) -> None:
+def test_every_folder_in_the_wheel_is_a_package(names: list[PurePosixPath]) -> None:
     folders = {name.parent for name in names if name.parts[0] == "graphrt"}
     assert [str(each) for each in folders if each / "__init__.py" not in names] == []
 
 
-def test_its_metadata_brings_the_licence_and_the_command(names: list[PurePosixPath]) -> None:
+def test_the_wheel_metadata_has_licence_and_command(names: list[PurePosixPath]) -> None:
     metadata = {str(PurePosixPath(*name.parts[1:])) for name in names if name.parts[0] != "graphrt"}
     assert {"METADATA", "RECORD", "entry_points.txt", "licenses/LICENSE"} <= metadata
 
 
-def test_a_package_index_shows_a_readme_whose_links_lead_to_the_source(wheel: Path) -> None:
+def test_links_in_the_wheels_readme_lead_to_the_source(wheel: Path) -> None:
     with ZipFile(wheel) as archive:
         (path,) = [name for name in archive.namelist() if name.endswith("/METADATA")]
         metadata = email.message_from_bytes(archive.read(path))
@@ -62,7 +62,7 @@ def test_a_package_index_shows_a_readme_whose_links_lead_to_the_source(wheel: Pa
     assert metadata["Description-Content-Type"] == "text/markdown"
 
 
-def test_what_it_installs_runs_the_first_example(wheel: Path, tmp_path: Path) -> None:
+def test_the_installed_wheel_runs_the_readme_example(wheel: Path, tmp_path: Path) -> None:
     install(wheel, tmp_path / "site")
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     example = readme.split("```python\n")[1].partition("```")[0]

@@ -57,7 +57,7 @@ def why_not() -> str:
     return availability.reason
 
 
-def test_a_torch_without_accelerator_graphs_is_too_old(
+def test_a_torch_without_accelerator_graphs_is_reported_as_too_old(
     device: StubDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(torch.accelerator, "Graph")
@@ -66,13 +66,13 @@ def test_a_torch_without_accelerator_graphs_is_too_old(
     assert "no torch.accelerator.Graph (2.12" in why_not()
 
 
-def test_no_accelerator_at_all(device: StubDevice) -> None:
+def test_a_machine_without_accelerator_is_reported_as_unavailable(device: StubDevice) -> None:
     device.kind = None
     assert "no accelerator" in why_not()
 
 
 @pytest.mark.parametrize(("kind", "own"), [("cuda", "cuda"), ("npu", "ascend")])
-def test_devices_with_a_platform_of_their_own_are_left_to_it(
+def test_a_device_with_its_own_platform_is_left_to_that_platform(
     device: StubDevice, monkeypatch: pytest.MonkeyPatch, kind: str, own: str
 ) -> None:
     def touched() -> bool:
@@ -84,18 +84,20 @@ def test_devices_with_a_platform_of_their_own_are_left_to_it(
     assert why_not() == f"the accelerator is {kind}, which has a platform of its own: {own}"
 
 
-def test_an_accelerator_without_a_device(device: StubDevice) -> None:
+def test_an_accelerator_without_a_device_is_reported_as_unavailable(device: StubDevice) -> None:
     device.available, device.kind = False, "xpu"
     assert why_not() == "torch supports xpu, but no such device is available"
 
 
-def test_an_accelerator_without_graphs_says_what_torch_says(device: StubDevice) -> None:
+def test_an_accelerator_without_graphs_reports_torchs_reason(device: StubDevice) -> None:
     device.no_graphs = "no graph is registered for MPS\nException raised from somewhere"
     device.kind = "mps"
     assert why_not() == "mps has no graphs: no graph is registered for MPS"
 
 
-def test_availability_never_raises(device: StubDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_torch_accelerator_makes_availability_report_the_error(
+    device: StubDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken() -> bool:
         raise OSError("no driver library\nat all")
 
@@ -103,7 +105,7 @@ def test_availability_never_raises(device: StubDevice, monkeypatch: pytest.Monke
     assert why_not() == "torch.accelerator failed: no driver library"
 
 
-def test_nothing_is_touched_before_availability(
+def test_the_accelerator_platform_touches_no_device_before_availability(
     device: StubDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
@@ -114,7 +116,7 @@ def test_nothing_is_touched_before_availability(
         assert platform.get_static_graph_wrapper_cls().endswith("AcceleratorGraphWrapper")
 
 
-def test_the_device_is_known_and_asked_for_once_after_availability(
+def test_after_availability_the_device_kind_is_known_without_asking_again(
     device: StubDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device.kind = "xpu"
@@ -128,7 +130,7 @@ def test_the_device_is_known_and_asked_for_once_after_availability(
     assert platform.availability().available
 
 
-def test_memory_figures_are_those_of_the_device_if_it_tells(device: StubDevice) -> None:
+def test_memory_figures_are_read_from_the_device_if_available(device: StubDevice) -> None:
     platform = AcceleratorPlatform()
     platform.availability()
     assert platform.memory_figures() == MemoryFigures(3, 4)
@@ -136,7 +138,7 @@ def test_memory_figures_are_those_of_the_device_if_it_tells(device: StubDevice) 
     assert platform.memory_figures() is None
 
 
-def test_a_snapshot_of_another_form_gives_no_ownership(
+def test_a_memory_snapshot_of_unknown_form_disables_ownership(
     device: StubDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device.tells_pools = True
@@ -163,12 +165,14 @@ class TestGraphs(ConformanceBase):
         assert platform.availability().available
         return platform
 
-    def test_the_wrapper_class_belongs_to_the_platform(self, pool: GraphPool) -> None:
+    def test_the_accelerator_wrapper_class_belongs_to_its_platform(self, pool: GraphPool) -> None:
         wrapper = self.wrap(lambda x: x + 1, FULL, pool)
         assert type(wrapper) is AcceleratorGraphWrapper
         assert wrapper.platform_name == self.platform.name == "accelerator"
 
-    def test_the_capture_stream_waits_for_the_caller_and_back(self, pool: GraphPool) -> None:
+    def test_the_capture_stream_is_ordered_behind_the_caller_and_back(
+        self, pool: GraphPool
+    ) -> None:
         read = self.platform.stream_id_reader()
         with self.platform.on_stream(pool.stream):
             assert read() == self.platform.current_stream_id() == pool.stream.stream_id
@@ -179,7 +183,7 @@ class TestGraphs(ConformanceBase):
         assert self.device.waits[2:] == [(0, capture)]
 
     @pytest.mark.parametrize("tells_pools", [False, True])
-    def test_results_are_right_whatever_the_other_graphs_of_the_pool_did(
+    def test_graphs_of_a_shared_pool_give_right_results_in_any_order(
         self, tells_pools: bool
     ) -> None:
         """The eager part's arguments and the outputs must not be memory of a later capture."""
@@ -203,7 +207,7 @@ class TestGraphs(ConformanceBase):
                 output = self.step(wrapper, PIECEWISE, x, descriptor=descriptor)
                 assert torch.equal(output, forward(x))
 
-    def test_no_dispatch_mode_is_on_in_the_replay_after_a_capture(
+    def test_no_torch_dispatch_mode_is_active_in_the_replay_after_a_capture(
         self, pool: GraphPool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """torch would make Python tensors of what a replay writes for its generators."""
@@ -224,7 +228,7 @@ class TestGraphs(ConformanceBase):
         names = [operator.name() for operator in watch.operators]
         assert names == ["aten::add.Tensor", "aten::mul.Tensor", "aten::sub.Tensor"]
 
-    def test_without_ownership_outputs_are_kept_and_with_it_shared(self) -> None:
+    def test_output_memory_is_shared_only_if_ownership_is_known(self) -> None:
         for tells_pools in (False, True):
             pool = GraphPool(self.new_platform(tells_pools=tells_pools))
             wrapper = self.wrap(lambda x: x + 1, FULL, pool)
@@ -236,7 +240,7 @@ class TestGraphs(ConformanceBase):
             assert (outputs[0].data_ptr() == outputs[1].data_ptr()) is tells_pools
             assert (pool.bytes() is not None) is tells_pools
 
-    def test_the_snapshot_is_read_again_only_after_device_allocations(self) -> None:
+    def test_the_memory_snapshot_is_reread_only_after_device_allocations(self) -> None:
         platform = self.new_platform(tells_pools=True)
         pool = GraphPool(platform)
         wrapper = self.wrap(lambda x: x + 1, FULL, pool)
@@ -247,9 +251,7 @@ class TestGraphs(ConformanceBase):
         assert platform.owns(pool.memory, self.step(wrapper, FULL, x))
         assert self.device.snapshots == before
 
-    def test_graphs_of_one_pool_share_an_allocator_pool_and_other_pools_do_not(
-        self, pool: GraphPool
-    ) -> None:
+    def test_only_graphs_of_the_same_pool_share_an_allocator_pool(self, pool: GraphPool) -> None:
         x = self.tensor(1, 2, 3, 4)
         owners = (pool, pool, GraphPool(self.platform))
         wrappers = [self.wrap(lambda x: (x + 1) * 2, FULL, owner) for owner in owners]
@@ -257,7 +259,9 @@ class TestGraphs(ConformanceBase):
             self.capture(wrapper, FULL, x)
         assert sorted(self.device.users.values()) == [1, 2]
 
-    def test_a_pool_whose_last_graph_was_reset_is_not_entered_again(self, pool: GraphPool) -> None:
+    def test_an_allocator_pool_is_not_reused_after_its_last_graph_reset(
+        self, pool: GraphPool
+    ) -> None:
         wrapper = self.wrap(lambda x: x + 1, FULL, pool)
         x = self.tensor(1, 2, 3, 4)
         for _ in range(2):
@@ -268,7 +272,7 @@ class TestGraphs(ConformanceBase):
         pool.close()
         assert self.device.emptied == 1
 
-    def test_a_capture_inside_a_foreign_one_is_refused(self, pool: GraphPool) -> None:
+    def test_a_capture_inside_a_foreign_capture_is_refused(self, pool: GraphPool) -> None:
         foreign = torch.accelerator.Graph()
         stream = self.device.current_stream()
         wrapper = self.wrap(lambda x: x + 1, FULL, pool)
@@ -283,7 +287,7 @@ class TestGraphs(ConformanceBase):
         assert not stream.is_capturing()
         self.check_usable(pool, on_its_stream=True)
 
-    def test_a_failed_forward_ends_on_the_stream_it_began_on(self, pool: GraphPool) -> None:
+    def test_a_failed_capture_ends_on_the_stream_where_capture_began(self, pool: GraphPool) -> None:
         def forward(x: torch.Tensor) -> torch.Tensor:
             torch.accelerator.set_stream(torch.Stream())
             raise ValueError("boom")
@@ -295,7 +299,7 @@ class TestGraphs(ConformanceBase):
         self.check_usable(pool, on_its_stream=True)
 
     @pytest.mark.parametrize("what", ["fail_begin", "fail_end"])
-    def test_a_capture_that_cannot_be_ended_costs_its_stream_and_not_the_pool(
+    def test_a_capture_that_cannot_be_ended_loses_its_stream_but_not_the_pool(
         self, pool: GraphPool, what: str
     ) -> None:
         self.check_usable(pool, on_its_stream=True)
@@ -314,7 +318,7 @@ class TestGraphs(ConformanceBase):
         lost = pool.stream.stream_id
         assert all(self.platform.new_stream().stream_id != lost for _ in range(40))
 
-    def test_a_device_without_another_stream_says_so(
+    def test_a_device_without_a_spare_stream_raises_a_capture_error(
         self, pool: GraphPool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(torch, "Stream", lambda: pool.stream)
@@ -326,7 +330,7 @@ class TestGraphs(ConformanceBase):
         with pytest.raises(CaptureError, match="no further stream"):
             self.capture(wrapper, FULL, self.tensor(1, 2, 3, 4))
 
-    def test_an_end_that_fails_after_the_capture_was_over_is_only_reset(
+    def test_a_failure_after_the_capture_ended_only_resets_the_graph(
         self, pool: GraphPool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         graph = self.platform.new_graph()

@@ -92,7 +92,7 @@ def steps(count: int, *, decode: bool, seed: int) -> list[Step]:
 
 @pytest.mark.parametrize("decode", [True, False])
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"])
-def test_every_mode_equals_eager(mode, decode):
+def test_every_graph_mode_on_an_npu_equals_eager(mode, decode):
     wanted = GraphMode[mode].decode_mode if decode else GraphMode[mode].mixed_mode
     with runner(mode) as run:
         run.capture()
@@ -109,7 +109,7 @@ def test_every_mode_equals_eager(mode, decode):
 
 
 @pytest.mark.parametrize("query_len", [1, 2])
-def test_no_request_of_a_padded_uniform_batch_has_more_tokens_than_its_graph_was_captured_with(
+def test_a_padded_uniform_batch_keeps_the_query_length_of_its_graph(
     query_len,
 ):
     """Operators choose their kernels by the longest query, which is the graph's at capture."""
@@ -154,7 +154,7 @@ def test_no_request_of_a_padded_uniform_batch_has_more_tokens_than_its_graph_was
     assert set(longest) == {query_len}
 
 
-def test_the_host_may_fill_the_next_step_while_the_last_one_is_copied():
+def test_steps_filled_while_the_last_step_is_copied_equal_eager():
     with runner("FULL") as run:
         run.capture()
         todo = steps(60, decode=False, seed=1)
@@ -163,7 +163,7 @@ def test_the_host_may_fill_the_next_step_while_the_last_one_is_copied():
         assert differing([out.cpu() for out in outputs], expected) == []
 
 
-def test_the_platform_stages_inputs_and_tells_the_drivers_memory():
+def test_the_ascend_platform_has_pinned_buffers_events_and_driver_memory():
     platform = get_platform("ascend")
     buffer = platform.host_buffer(64)
     assert buffer.is_pinned() and buffer.dtype == torch.uint8 and buffer.shape == (64,)

@@ -52,7 +52,7 @@ def ids(value: Any) -> str:
 
 
 @pytest.mark.parametrize(("kind", "way"), PLACES, ids=ids)
-def test_every_update_reaches_the_graph(kind, way):
+def test_atb_attention_with_new_lengths_each_step_equals_eager(kind, way):
     equals_eager(kind, way, 24)
 
 
@@ -62,7 +62,7 @@ def test_every_update_reaches_the_graph(kind, way):
     [(schedule, PLACES[index % len(PLACES)]) for index, schedule in enumerate(SCHEDULES)],
     ids=lambda value: value if isinstance(value, str) else "-".join(map(ids, value)),
 )
-def test_no_schedule_of_the_device_hides_an_order(schedule, place):
+def test_atb_attention_equals_eager_under_every_device_schedule(schedule, place):
     need_simulator()
     with scheduled(schedule):
         equals_eager(*place, 24)
@@ -71,13 +71,13 @@ def test_no_schedule_of_the_device_hides_an_order(schedule, place):
 @pytest.mark.long
 @pytest.mark.parametrize(("kind", "way"), PLACES, ids=ids)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_300_steps_under_every_schedule(schedule, kind, way):
+def test_300_steps_of_atb_attention_equal_eager_under_every_schedule(schedule, kind, way):
     need_simulator()
     with scheduled(schedule):
         equals_eager(kind, way, 300)
 
 
-def test_torch_npu_has_no_handler_for_latent_attention_with_a_workspace():
+def test_auto_dispatch_refuses_latent_attention_with_a_workspace_at_capture():
     """Its handler is for the overload without one, whose updates allocate."""
     way = {"update_order": "replay_first", "update_strategy": "auto_dispatch"}
     with runner(LatentDecoder(2), platform_of(way)) as run:
@@ -88,7 +88,7 @@ def test_torch_npu_has_no_handler_for_latent_attention_with_a_workspace():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_task_keeps_its_workspace_in_the_pool_and_the_cache_may_be_emptied(kind):
+def test_atb_tasks_keep_their_workspaces_across_empty_cache(kind):
     decoder = KINDS[kind](3)
     with runner(decoder, platform_of(WAYS[0])) as run:
         run.capture()
@@ -106,7 +106,7 @@ def test_every_task_keeps_its_workspace_in_the_pool_and_the_cache_may_be_emptied
 
 
 @pytest.mark.parametrize("kind", ["paged", "latent"])
-def test_an_update_that_takes_a_workspace_of_its_own_is_an_error(kind):
+def test_an_atb_update_that_allocates_its_own_workspace_raises(kind):
     decoder = KINDS[kind](2)
     decoder.given = {"workspace": None}
     run = runner(decoder, platform_of(WAYS[0]))
@@ -119,7 +119,7 @@ def test_an_update_that_takes_a_workspace_of_its_own_is_an_error(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("keys", [0, -1, 49, 1.5, None])
-def test_lengths_that_the_operator_cannot_have_launch_nothing(kind, keys):
+def test_invalid_context_lengths_are_refused_before_launch(kind, keys):
     decoder = KINDS[kind](2)
     with runner(decoder, platform_of(WAYS[0])) as run:
         run.capture()

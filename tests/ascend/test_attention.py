@@ -49,7 +49,7 @@ def call(task: Any, updates: Any, *args: Any, descriptor: Any = DECODE, **kwargs
         task(*args, **kwargs)
 
 
-def test_fused_infer_attention(npu):
+def test_fused_infer_attention_issues_padded_query_and_key_lengths(npu):
     task = attention.fused_infer_attention(max_kv_len=64)
     updates = {"actual_seq_lengths": [1, 2], "actual_seq_lengths_kv": LENGTHS}
     call(task, updates, "q", "k", "v", input_layout="TND", out=["o", "lse"])
@@ -67,7 +67,7 @@ def test_fused_infer_attention(npu):
     ]
 
 
-def test_fused_infer_attention_v2_has_names_of_its_own(npu):
+def test_fused_infer_attention_v2_issues_lengths_under_its_own_names(npu):
     task = attention.fused_infer_attention_v2(max_kv_len=64)
     updates = {"actual_seq_qlen": [1, 2], "actual_seq_kvlen": LENGTHS}
     call(task, updates, "q", "k", "v", out=["o", "lse"])
@@ -77,7 +77,7 @@ def test_fused_infer_attention_v2_has_names_of_its_own(npu):
     assert kwargs["actual_seq_kvlen"] == [5, 6, 0, 0]
 
 
-def test_other_layouts_take_no_query_lengths(npu):
+def test_the_bnsd_layout_of_fused_infer_attention_refuses_query_lengths(npu):
     task = attention.fused_infer_attention(max_kv_len=64, layout="BNSD")
     call(task, {"actual_seq_lengths_kv": LENGTHS}, "q", "k", "v", out=[])
     assert "actual_seq_lengths" not in npu.calls[0][2]
@@ -98,7 +98,7 @@ def test_paged_attention_gets_its_lengths_as_a_tensor_on_the_host(npu):
 
 
 @pytest.mark.parametrize("query_lens", [False, True])
-def test_mla_attention(npu, query_lens):
+def test_mla_attention_issues_context_lengths_and_query_lengths_on_request(npu, query_lens):
     task = attention.mla_attention(max_kv_len=64, query_lens=query_lens)
     updates = {"context_lens": LENGTHS, **({"qseqlen": [1, 1]} if query_lens else {})}
     arguments = ("q_nope", "q_rope", "ctkv", "k_rope", "block_tables", 8, 1.0, 1)
@@ -119,7 +119,9 @@ def test_mla_attention(npu, query_lens):
         (True, {"lse": "lse"}, "'lse' would be passed over"),
     ],
 )
-def test_what_latent_attention_would_not_look_at_is_refused(npu, query_lens, options, wrong):
+def test_latent_attention_refuses_options_the_operator_would_ignore(
+    npu, query_lens, options, wrong
+):
     task = attention.mla_attention(max_kv_len=64, query_lens=query_lens)
     updates = {"context_lens": LENGTHS, **({"qseqlen": [1, 1]} if query_lens else {})}
     with pytest.raises(InvalidInputError, match=wrong):
@@ -128,13 +130,13 @@ def test_what_latent_attention_would_not_look_at_is_refused(npu, query_lens, opt
 
 
 @pytest.mark.parametrize("make", [attention.paged_attention, attention.mla_attention])
-def test_a_live_request_without_keys_would_move_the_rows_of_others(npu, make):
+def test_a_live_request_with_zero_keys_is_refused(npu, make):
     with pytest.raises(InvalidUpdateError, match=r"(?s)context_lens.*out of its bounds.*from 1"):
         call(make(max_kv_len=64), {"context_lens": [5, 0, 6]}, *range(8), out="o", output="o")
     assert npu.calls == []
 
 
-def test_worst_case_lengths_fill_the_graph():
+def test_lengths_at_capture_are_the_worst_case_of_the_graph():
     task = attention.fused_infer_attention(max_kv_len=64)
     assert task.at_capture is not None
     updates = task.at_capture(BatchDescriptor(8, 4, uniform=True, query_len=2))
@@ -143,7 +145,7 @@ def test_worst_case_lengths_fill_the_graph():
     assert updates == {"actual_seq_lengths": [8], "actual_seq_lengths_kv": [64]}
 
 
-def test_padding_tokens_need_a_request_of_their_own(npu):
+def test_padding_tokens_of_a_mixed_batch_need_a_spare_request(npu):
     mixed = BatchDescriptor(8, 4)
     updates = {"actual_seq_lengths": [1, 2, 3, 6], "actual_seq_lengths_kv": [9] * 4}
     with pytest.raises(InvalidUpdateError, match=r"reqs\+1"):
@@ -154,7 +156,7 @@ def test_padding_tokens_need_a_request_of_their_own(npu):
     assert npu.calls[0][2]["actual_seq_lengths_kv"] == [9, 9, 9, 9, 0]
 
 
-def test_updates_from_the_metadata_of_each_layer():
+def test_update_attn_params_reads_lengths_from_each_layers_metadata():
     task = attention.fused_infer_attention(max_kv_len=64)
     shared = SimpleNamespace(seq_lens_list=[3, 4], actual_seq_lengths_q=[1, 2])
     own = SimpleNamespace(seq_lens=torch.tensor([7]), query_start_loc_list=[1])
@@ -166,7 +168,7 @@ def test_updates_from_the_metadata_of_each_layer():
     assert attention.update_attn_params(paged, {"c": own}) == {"c": {"context_lens": [7]}}
 
 
-def test_updates_of_mla_layers():
+def test_update_mla_attn_params_reads_decode_lengths_and_refuses_device_tensors():
     task = attention.fused_infer_attention(max_kv_len=64)
     decode = SimpleNamespace(seq_lens_list=[3, 4], actual_seq_lengths_q=[1, 2])
     metadata = {"a": SimpleNamespace(decode=decode)}
@@ -186,7 +188,7 @@ def test_updates_of_mla_layers():
         attention.update_mla_attn_params(task, metadata)
 
 
-def test_metadata_without_lengths_is_a_named_error():
+def test_attention_metadata_without_host_lengths_is_refused():
     task = attention.fused_infer_attention(max_kv_len=64)
     with pytest.raises(InvalidUpdateError, match="seq_lens_list"):
         attention.update_attn_params(task, {"a": SimpleNamespace()})

@@ -88,7 +88,7 @@ class World:
         return self.npu.told()
 
 
-def test_each_task_is_the_one_record_that_its_operator_left():
+def test_each_task_keeps_the_record_its_operator_left():
     world = World()
     first, second = world.task("first"), world.task("second")
     assert world.npu.told() == ["mode entered", "mode left"] * 2
@@ -98,7 +98,7 @@ def test_each_task_is_the_one_record_that_its_operator_left():
 
 
 @pytest.mark.parametrize("names", [(), ("one", "two")])
-def test_a_task_that_is_not_one_operator_is_refused(names):
+def test_a_task_of_zero_or_several_operators_is_refused(names):
     world = World()
     world.task("before")
     with pytest.raises(TaskContractError, match="not one operator") as caught:
@@ -109,7 +109,7 @@ def test_a_task_that_is_not_one_operator_is_refused(names):
     assert world.npu.told() == []
 
 
-def test_one_record_is_updated_on_the_pools_stream_with_what_it_was_recorded_with():
+def test_an_update_changes_only_its_task_record_on_the_pools_stream():
     world = World()
     world.task("first")
     handle = world.task("second")
@@ -121,7 +121,7 @@ def test_one_record_is_updated_on_the_pools_stream_with_what_it_was_recorded_wit
     assert world.graph.graph_dispatch_mode.graph_dispatch_records is world.records
 
 
-def test_a_name_that_torch_npu_would_ignore_is_refused():
+def test_an_update_argument_that_torch_npu_would_ignore_is_refused():
     world = World()
     handle = world.task("only")
     with pytest.raises(InvalidUpdateError, match="'mask'"):
@@ -130,7 +130,7 @@ def test_a_name_that_torch_npu_would_ignore_is_refused():
 
 
 @pytest.mark.parametrize("boom", [ValueError("boom"), KeyboardInterrupt()])
-def test_an_update_that_fails_is_closed_and_the_records_stay_whole(boom):
+def test_a_failed_update_is_closed_and_keeps_all_records(boom):
     world = World()
     world.task("first")
     handle = world.task("second")
@@ -142,7 +142,7 @@ def test_an_update_that_fails_is_closed_and_the_records_stay_whole(boom):
     assert world.graph.graph_dispatch_mode.graph_dispatch_records is world.records
 
 
-def test_a_task_that_fails_leaves_no_mode_and_no_group():
+def test_aborting_a_task_leaves_its_dispatch_mode_and_group():
     world = World()
     world.brackets.abort(world.graph)
     assert world.npu.told() == []
@@ -153,7 +153,7 @@ def test_a_task_that_fails_leaves_no_mode_and_no_group():
     assert world.npu.told() == ["mode left", "C group end"]
 
 
-def test_a_torch_npu_without_automatic_dispatch_is_named():
+def test_a_torch_npu_without_auto_dispatch_is_refused():
     npu = Npu()
     npu.NPUGraph = lambda: object()  # type: ignore[method-assign, assignment, return-value]
     with pytest.raises(MissingCapabilityError, match="auto_dispatch"):
@@ -164,7 +164,7 @@ AUTO = AscendOptions(update_strategy="auto_dispatch")
 
 
 @pytest.mark.npu
-def test_two_operators_in_a_task_are_refused_at_capture_and_one_is_not():
+def test_a_task_of_two_operators_is_refused_at_capture():
     decoder = Twice(4)
     with runner(decoder, sizes=(8,), platform=AscendPlatform(AUTO)) as run:
         decoder.active = True

@@ -71,7 +71,7 @@ BEGUN = [
 ]
 
 
-def test_other_threads_can_break_no_capture_and_update_nothing_on_its_stream(free):
+def test_a_capture_begins_thread_local_and_returns_its_stream_at_the_end(free):
     world = World()
     graph = FakeGraph(world.npu)
     assert world.begin(graph) == BEGUN
@@ -94,7 +94,7 @@ def test_a_capture_that_fails_is_ended_on_its_stream_and_reset(free, routed):
 
 
 @pytest.mark.parametrize("routed", [True, False])
-def test_a_capture_that_cannot_be_ended_gives_its_share_of_the_pool_back(free, routed):
+def test_a_capture_that_cannot_be_ended_releases_its_share_of_the_pool(free, routed):
     world = World(routed)
     graph = FakeGraph(world.npu, fails=("capture_end",))
     world.begin(graph)
@@ -114,7 +114,7 @@ def test_a_capture_that_cannot_be_ended_gives_its_share_of_the_pool_back(free, r
 
 
 @pytest.mark.parametrize("routed", [True, False])
-def test_a_capture_that_cannot_be_begun_has_a_share_only_if_it_routed(free, routed):
+def test_a_failed_capture_begin_releases_a_pool_share_only_after_routing(free, routed):
     world = World(routed)
     graph = FakeGraph(world.npu, fails=("capture_begin", "capture_end"))
     with pytest.raises(RuntimeError):
@@ -124,7 +124,7 @@ def test_a_capture_that_cannot_be_begun_has_a_share_only_if_it_routed(free, rout
     assert world.npu.told()[4:] == ["stop_routing()"] + ["release_share()", "abandon()"] * routed
 
 
-def test_no_capture_is_begun_on_a_stream_that_is_captured(free):
+def test_beginning_a_capture_inside_an_open_capture_is_refused(free):
     world = World()
     world.npu.capturing = True
     with pytest.raises(NestedCaptureError):
@@ -132,7 +132,7 @@ def test_no_capture_is_begun_on_a_stream_that_is_captured(free):
     assert world.npu.told() == []
 
 
-def test_no_capture_is_begun_once_the_queue_has_ended(free, monkeypatch):
+def test_beginning_a_capture_after_the_launch_queue_ended_is_refused(free, monkeypatch):
     monkeypatch.setattr(launch_queue, "_first", ["gone"])
     world = World()
     with pytest.raises(CaptureError, match="start the process anew"):
@@ -140,7 +140,7 @@ def test_no_capture_is_begun_once_the_queue_has_ended(free, monkeypatch):
     assert world.npu.told() == []
 
 
-def test_a_capture_is_begun_while_as_many_streams_are_free_as_one_took(free):
+def test_a_capture_is_refused_when_too_few_streams_are_free(free):
     world = World()
 
     def capture(*counts: int | None) -> None:
@@ -183,7 +183,7 @@ class Watch:
         self.dog._look()
 
 
-def test_the_watchdog_asks_for_no_event_while_anything_is_captured():
+def test_the_watchdog_queries_no_event_during_a_capture():
     watch = Watch()
     watch.step()
     watch.capturing = True
@@ -194,7 +194,7 @@ def test_the_watchdog_asks_for_no_event_while_anything_is_captured():
     assert watch.started.asked and watch.done.asked
 
 
-def test_time_counts_from_when_the_device_began_the_step():
+def test_the_hang_timeout_counts_from_the_devices_start_of_the_step():
     watch = Watch()
     step = watch.step(FakeEvent("started", is_over=False))
     for _ in range(3):
@@ -212,7 +212,7 @@ def deadline_passed(watch: Watch) -> None:
     watch.look()
 
 
-def test_a_hang_is_told_once_raised_at_every_step_and_over_when_it_is():
+def test_a_hang_is_reported_once_and_raised_by_steps_until_the_device_recovers():
     watch = Watch()
     watch.step()
     deadline_passed(watch)
@@ -228,7 +228,7 @@ def test_a_hang_is_told_once_raised_at_every_step_and_over_when_it_is():
     watch.step()
 
 
-def test_the_task_whose_signal_is_missing_is_blamed():
+def test_the_hang_report_names_the_task_with_the_missing_signal():
     watch = Watch()
     step = watch.step()
     events = [FakeEvent("first"), FakeEvent("second", is_over=False), FakeEvent("third")]
@@ -242,7 +242,7 @@ def test_the_task_whose_signal_is_missing_is_blamed():
     assert step.blocked_at()[0] is None
 
 
-def test_every_step_is_looked_at_and_those_that_are_over_are_forgotten():
+def test_the_watchdog_checks_every_step_and_forgets_finished_steps():
     watch = Watch()
     for _ in range(3):
         watch.step()
@@ -258,7 +258,7 @@ def test_every_step_is_looked_at_and_those_that_are_over_are_forgotten():
     assert watch.dog._steps == []
 
 
-def test_the_thread_asks_on_the_device_of_the_step():
+def test_the_watchdog_thread_queries_on_the_device_of_the_step():
     watch = Watch()
     watch.dog._thread = None
     watch.npu.current_device = lambda: 3  # type: ignore[method-assign]
@@ -291,7 +291,7 @@ class Interrupted(FakeNpu):
         yield
 
 
-def test_a_stream_that_is_entered_waits_for_its_caller_and_the_other_way_round():
+def test_entering_a_stream_orders_the_stream_behind_the_caller_and_back():
     npu = Interrupted()
     platform = Simple(npu)
 
@@ -309,7 +309,7 @@ def test_a_stream_that_is_entered_waits_for_its_caller_and_the_other_way_round()
 
 
 @pytest.mark.parametrize("how", ["entered", "made to wait"])
-def test_a_stream_that_is_to_be_computed_on_is_updated_on_no_longer(how):
+def test_computing_on_an_update_stream_ends_its_use_for_updates(how):
     npu = FakeNpu()
     platform = Simple(npu)
     held = new_update_stream(npu, npu.current, ())
@@ -332,11 +332,11 @@ def test_a_stream_that_is_to_be_computed_on_is_updated_on_no_longer(how):
         ("Ascend910B3", {"ENPU_ENABLE": ""}, "replay_first"),
     ],
 )
-def test_devices_that_need_their_signals_first_are_updated_first(device, environment, order):
+def test_the_update_order_follows_the_device_and_the_environment(device, environment, order):
     assert update_order_of(device, environment) == order
 
 
-def test_the_wrapper_makes_a_pool_of_its_own_on_the_ascend_platform():
+def test_the_acl_graph_wrapper_belongs_to_the_ascend_platform():
     assert ACLGraphWrapper.platform_name == "ascend"
     assert issubclass(wrapper_class(AscendPlatform()), ACLGraphWrapper)
 
@@ -398,7 +398,7 @@ def test_failed_captures_leak_neither_memory_nor_streams_nor_groups(breaks, erro
 
 
 @pytest.mark.npu
-def test_what_is_released_is_given_back_to_the_device():
+def test_releasing_graphs_returns_their_memory_to_the_device():
     pool = GraphPool("ascend")
     torch.npu.empty_cache()
     before = torch.npu.memory_reserved()

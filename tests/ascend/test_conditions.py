@@ -17,10 +17,10 @@ def done(*names: str, software_queues: bool, schedule: str = "eager") -> bool:
     return python(code, schedule=schedule, environment=environment).splitlines()[-1] == "done"
 
 
-def test_the_graph_decides_at_each_replay():
+def test_an_if_node_chooses_its_branch_at_each_replay():
     assert done("if_nodes_are_replayed", software_queues=True, schedule="random:1")
 
 
-def test_what_cannot_be_captured_is_named_and_served_eagerly():
+def test_conditions_on_a_device_without_if_nodes_run_eagerly_with_a_reason():
     names = "a_device_without_them_says_so", "torch_cond_by_itself_reads_its_predicate"
     assert done(*names, software_queues=False)

@@ -111,7 +111,7 @@ def context():
     return forward_context("FULL", DESCRIPTOR)
 
 
-def test_steps_whose_updates_come_later_equal_eager(host):
+def test_steps_with_deferred_updates_equal_eager(host):
     assert host.differs(30) == []
 
 
@@ -123,13 +123,13 @@ def test_steps_whose_updates_come_later_equal_eager(host):
         *(pytest.param(f"random:{seed}", marks=pytest.mark.long) for seed in range(1, 21)),
     ],
 )
-def test_they_do_under_other_schedules_of_the_device(schedule):
+def test_steps_with_deferred_updates_equal_eager_under_every_schedule(schedule):
     need_simulator()
     code = "import test_deferred; test_deferred.steps_in_flight(); print('held')"
     assert python(code, schedule=schedule).splitlines()[-1] == "held"
 
 
-def test_unchanged_repeats_what_the_replay_before_was_given(host):
+def test_an_unchanged_update_repeats_the_lengths_of_the_previous_replay(host):
     step = host.todo[3]
     host.fill(step)
     first = host.call("FULL", step.updates).clone()
@@ -138,7 +138,7 @@ def test_unchanged_repeats_what_the_replay_before_was_given(host):
     assert torch.equal(first.cpu(), second.cpu())
 
 
-def test_a_step_without_its_update_is_named_by_the_next_which_then_serves(host):
+def test_a_missing_deferred_update_raises_at_the_next_step_once(host):
     host.call("FULL", DEFERRED)
     with pytest.raises(MissingUpdateError, match="got none"):
         host.call("FULL", host.todo[0].updates)
@@ -146,7 +146,7 @@ def test_a_step_without_its_update_is_named_by_the_next_which_then_serves(host):
     assert host.differs(4) == []
 
 
-def test_another_thread_does_not_end_a_step_that_waits(host):
+def test_a_step_from_another_thread_does_not_end_a_waiting_step(host):
     from concurrent.futures import ThreadPoolExecutor
 
     host.fill(host.todo[0])
@@ -157,7 +157,7 @@ def test_another_thread_does_not_end_a_step_that_waits(host):
     assert torch.equal(out.cpu(), host.call("NONE", host.todo[0].updates).cpu())
 
 
-def test_a_capture_ends_a_step_that_waits_and_the_next_one_captures(host):
+def test_a_capture_raises_for_a_waiting_step_and_the_next_capture_works(host):
     run = runner(Decoder(1), pool=host.pool)
     host.fill(host.todo[0])
     host.call("FULL", DEFERRED)
@@ -168,7 +168,7 @@ def test_a_capture_ends_a_step_that_waits_and_the_next_one_captures(host):
     assert len(run.report().graphs) == 1
 
 
-def test_graphs_that_wait_are_not_destroyed(host):
+def test_clearing_graphs_while_a_step_waits_raises_and_destroys_nothing(host):
     host.call("FULL", DEFERRED)
     with pytest.raises(MissingUpdateError):
         host.wrapper.clear_graphs()
@@ -176,7 +176,7 @@ def test_graphs_that_wait_are_not_destroyed(host):
     torch.npu.synchronize()
 
 
-def test_an_update_that_does_not_fit_leaves_the_step_waiting(host):
+def test_a_refused_deferred_update_leaves_the_step_waiting(host):
     step = host.todo[0]
     host.fill(step)
     out = host.call("FULL", DEFERRED)
@@ -189,7 +189,7 @@ def test_an_update_that_does_not_fit_leaves_the_step_waiting(host):
         host.wrapper.update(step.updates)
 
 
-def test_an_update_that_raises_ends_its_step(host):
+def test_a_deferred_update_that_raises_ends_its_step(host):
     issue = host.decoder.task.issue
     calls = []
 
@@ -211,7 +211,7 @@ def test_an_update_that_raises_ends_its_step(host):
     assert host.differs(4) == []
 
 
-def test_a_host_that_updates_by_itself_signals_every_task_once(host):
+def test_a_host_window_must_signal_every_task_exactly_once(host):
     platform = host.pool.platform
     assert isinstance(platform, AscendPlatform)
     entry = host.wrapper.entries[DESCRIPTOR]
@@ -239,7 +239,7 @@ def test_a_host_that_updates_by_itself_signals_every_task_once(host):
         assert host.differs(3) == []
 
 
-def test_an_update_ahead_is_forgotten_by_a_step_that_brings_its_own(host):
+def test_a_step_with_its_own_updates_discards_an_update_ahead(host):
     """Its signals would let the tasks run before they are updated."""
     segment = host.wrapper.entries[DESCRIPTOR].parts[0]
     for step in host.todo[:6]:
@@ -252,7 +252,7 @@ def test_an_update_ahead_is_forgotten_by_a_step_that_brings_its_own(host):
     assert host.differs(4) == []
 
 
-def test_a_runner_refuses_updates_that_come_later():
+def test_a_graph_runner_refuses_deferred_updates():
     with runner(Decoder(2)) as run:
         run.capture()
         (step,) = steps(1, most=8)

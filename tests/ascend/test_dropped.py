@@ -18,19 +18,19 @@ pytestmark = pytest.mark.npu
         "check('FULL', 5, side=True)",
     ],
 )
-def test_running_out_at_the_third_of_20_sizes_leaves_two_on_graphs(call):
+def test_running_out_of_streams_at_the_third_size_keeps_two_graphs(call):
     need_simulator()
     out = python(f"import dropped; dropped.{call}; print('done')", streams=100)
     assert out.splitlines()[-1] == "done"
 
 
-def test_an_error_in_the_queue_of_launches_is_not_taken_for_a_lack_of_room():
+def test_a_launch_queue_error_during_capture_does_not_count_as_lack_of_streams():
     need_simulator()
     out = python("import dropped; dropped.ended_queue(); print('done')", streams=100, hang_ms=500)
     assert out.splitlines()[-1] == "done"
 
 
-def test_a_graph_whose_side_streams_do_not_fit_is_not_begun():
+def test_a_capture_is_not_begun_if_its_side_streams_do_not_fit():
     need_simulator()
     out = python("import dropped; dropped.too_few_for_a_fork(); print('done')", streams=100)
     assert out.splitlines()[-1] == "done"

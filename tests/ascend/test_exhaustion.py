@@ -26,7 +26,7 @@ def rows(
     return [line.split(" | ") for line in lines if " | " in line]
 
 
-def test_a_few_counts_in_every_mode():
+def test_every_mode_serves_with_3_22_or_90_free_streams():
     both = MODES[-1:]
     table = rows(f"modes({MODES!r}, (22,))", streams=300)
     table += rows(f"modes({both!r}, (3, 90))", streams=300)
@@ -36,7 +36,7 @@ def test_a_few_counts_in_every_mode():
     ]
 
 
-def test_streams_that_are_few_when_the_process_starts():
+def test_every_mode_serves_when_few_streams_exist_at_process_start():
     two = MODES[0], MODES[-1]
     # Too few for the streams that torch_npu makes; for those that it makes besides; enough.
     assert len(rows(f"cold({two!r})", streams=22)) == 2
@@ -44,14 +44,14 @@ def test_streams_that_are_few_when_the_process_starts():
     assert any(int(full) for _, _, full, *_ in rows(f"cold({two!r})", streams=48))
 
 
-def test_work_before_and_after_a_capture_is_not_overtaken_where_streams_are_few():
+def test_captures_with_few_streams_keep_the_order_of_surrounding_work():
     need_simulator()
     code = "import exhaustion; print(exhaustion.overtaken(60)); print('done')"
     for schedule in ("random:1", "slow:0"):
         assert python(code, streams=200, schedule=schedule).splitlines()[-2:] == ["[]", "done"]
 
 
-def test_which_forwards_are_captured_on_a_stream_whose_errors_end_nothing():
+def test_forwards_that_may_run_out_of_streams_are_captured_on_a_safe_stream():
     need_simulator()
     out = python("import exhaustion; exhaustion.chosen(); print('done')", streams=400)
     assert out.splitlines()[-1] == "done"
@@ -60,12 +60,12 @@ def test_which_forwards_are_captured_on_a_stream_whose_errors_end_nothing():
 @pytest.mark.long
 @pytest.mark.parametrize("shallow", [True, False])
 @pytest.mark.parametrize("mode", MODES)
-def test_every_count_from_1_to_200(mode, shallow):
+def test_every_mode_serves_with_1_to_200_free_streams(mode, shallow):
     table = rows(f"rows({mode!r}, range(1, 201))", streams=300, timeout_s=1800, shallow=shallow)
     assert [int(free) for _, free, *_ in table] == list(range(1, 201))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("streams", [*range(4, 50), *range(50, 201, 10)])
-def test_every_count_of_streams_of_the_device(streams):
+def test_every_mode_serves_with_any_number_of_device_streams(streams):
     assert len(rows("cold()", streams=streams)) == len(MODES)

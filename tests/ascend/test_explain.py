@@ -218,7 +218,7 @@ CAPTURES = {
 
 
 @pytest.mark.parametrize("name", CAPTURES)
-def test_causes_of_failed_captures(name: str) -> None:
+def test_each_known_capture_failure_is_explained_with_its_cause_and_advice(name: str) -> None:
     case = CAPTURES[name]
     explanation = explain(case.error, environ={})
     assert type(explanation) is case.kind
@@ -237,14 +237,14 @@ def test_every_code_keeps_the_original_text_and_gives_one_advice(code: int) -> N
     assert explanation.what and explanation.advice
 
 
-def test_a_cause_goes_before_what_follows_from_it() -> None:
+def test_the_explanation_names_the_root_cause_before_follow_up_errors() -> None:
     group = npu_error("AclmdlRICaptureTaskGrpEnd", 107033)
     group.__context__ = CASCADE
     assert type(explain(invalidated(group), environ={})) is StreamBudgetError
     assert "107033" in str(explain(invalidated(npu_error("end", 107033)), environ={}))
 
 
-def test_an_attempt_before_is_no_cause() -> None:
+def test_an_earlier_capture_attempt_in_the_exception_chain_is_no_cause() -> None:
     """The second attempt is made in the handler of the first, so Python chains the two."""
     before = StreamBudgetError("no stream", got=str(NO_STREAM))
     before.__cause__ = NO_STREAM
@@ -259,37 +259,39 @@ def test_an_attempt_before_is_no_cause() -> None:
         SYNC.__context__ = None
 
 
-def test_a_chain_that_bites_its_tail_ends() -> None:
+def test_a_cyclic_exception_chain_is_explained_without_a_loop() -> None:
     first, second = RuntimeError("a"), RuntimeError("b")
     first.__context__, second.__context__ = second, first
     assert "capture failed: RuntimeError: a" in str(explain(first))
 
 
-def test_blocking_launches_are_named() -> None:
+def test_the_advice_names_ascend_launch_blocking_only_for_synchronizing_errors() -> None:
     explanation = explain(invalidated(SYNC), environ={"ASCEND_LAUNCH_BLOCKING": "1"})
     assert str(explanation.advice).startswith("unset ASCEND_LAUNCH_BLOCKING")
     other = explain(npu_error("end", 107025), environ={"ASCEND_LAUNCH_BLOCKING": "1"})
     assert "ASCEND_LAUNCH_BLOCKING" not in str(other)
 
 
-def test_the_environment_is_that_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explain_reads_the_environment_of_the_process_by_default(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("ASCEND_LAUNCH_BLOCKING", "1")
     assert "ASCEND_LAUNCH_BLOCKING" in str(explain(SYNC))
 
 
-def test_errors_of_the_forward_keep_their_text() -> None:
+def test_an_error_of_the_forward_is_unexplained_and_keeps_its_text() -> None:
     explanation = explain(ValueError("no such layer"))
     assert type(explanation) is Unexplained
     assert "ValueError: no such layer" in str(explanation)
 
 
-def test_long_texts_are_cut() -> None:
+def test_a_long_error_text_is_cut_to_twenty_lines() -> None:
     text = "\n".join(f"line {n}" for n in range(40))
     explanation = explain(npu_error("aclSomething", 107025, text))
     assert "more lines)" in str(explanation) and len(str(explanation).splitlines()) < 20
 
 
-def test_a_source_line_can_be_added() -> None:
+def test_an_explanation_keeps_its_class_with_a_source_line_added() -> None:
     """`CaptureError.at` makes a new error of the same class."""
     explanation = explain(invalidated(SIDE_STREAM)).at("model.py:7")
     assert type(explanation) is StreamBudgetError and "at: model.py:7" in str(explanation)
@@ -314,7 +316,7 @@ REPLAYS: dict[int, type[GraphRTError]] = {
 
 
 @pytest.mark.parametrize("code", REPLAY_CAUSES)
-def test_causes_of_failed_replays(code: int) -> None:
+def test_each_known_replay_error_code_is_explained_with_advice(code: int) -> None:
     explanation = explain_replay(
         wrapped(npu_error("aclSomething", code, "what CANN said")), environ={}
     )
@@ -323,13 +325,13 @@ def test_causes_of_failed_replays(code: int) -> None:
     assert "what CANN said" in str(explanation) and explanation.advice
 
 
-def test_a_hang_under_blocking_launches() -> None:
+def test_a_hang_with_blocking_launches_advises_to_unset_the_variable() -> None:
     hang: Any = npu_error("AclrtSynchronizeDeviceWithTimeout", 507046)
     explanation = explain_replay(hang, environ={"ASCEND_LAUNCH_BLOCKING": "1"})
     assert explanation is not None and explanation.advice == "unset ASCEND_LAUNCH_BLOCKING"
 
 
-def test_a_hang_in_a_capture() -> None:
+def test_a_hang_in_a_capture_is_explained_as_waiting_in_vain() -> None:
     hang = npu_error("AclrtSynchronizeStreamWithTimeout", 507046)
     explanation = explain(wrapped(hang), environ={"ASCEND_LAUNCH_BLOCKING": "1"})
     assert (
@@ -339,6 +341,6 @@ def test_a_hang_in_a_capture() -> None:
     assert "STREAM_SYNC_TIMEOUT" in str(explain(hang, environ={}))
 
 
-def test_other_errors_of_a_replay_are_left_alone() -> None:
+def test_unknown_replay_errors_get_no_explanation() -> None:
     assert explain_replay(ValueError("no")) is None
     assert explain_replay(npu_error("aclSomething", 107000)) is None

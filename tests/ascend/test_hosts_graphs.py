@@ -41,7 +41,7 @@ def captured_by_host(npu: Any, forward: Any, handle: Any, stream: Any) -> tuple[
 
 
 @pytest.mark.parametrize("adopted", [False, True])
-def test_graphs_of_a_host_and_of_its_pool_share_memory_and_neither_frees_the_others(npu, adopted):
+def test_host_graphs_and_pool_graphs_share_memory_without_freeing_each_other(npu, adopted):
     stream = stream_of_host(npu)
     adopted_handle = npu.graph_pool_handle() if adopted else None
     pool = GraphPool(handle=adopted_handle, stream=stream)
@@ -71,7 +71,7 @@ def test_graphs_of_a_host_and_of_its_pool_share_memory_and_neither_frees_the_oth
     assert all(bool((tensor == 7).all()) for tensor in junk)
 
 
-def test_a_handle_whose_graphs_are_gone_and_whose_memory_is_not_is_refused_by_name(npu):
+def test_a_pool_handle_with_live_memory_but_no_graphs_is_refused(npu):
     handle, x = npu.graph_pool_handle(), torch.ones(4, device="npu")
     host, out = captured_by_host(npu, lambda: x + 1, handle, npu.Stream())
     host.replay()
@@ -84,7 +84,7 @@ def test_a_handle_whose_graphs_are_gone_and_whose_memory_is_not_is_refused_by_na
     other.pool.close()
 
 
-def test_a_changed_number_is_found_by_the_trials_of_a_key(npu):
+def test_trials_of_keyed_graphs_find_a_changed_number(npu):
     x, held = torch.ones(4, device="npu"), types.SimpleNamespace(scale=2.0)
     keyed = KeyedGraphs(GraphPool(), trials=WrapperTrials)
     keyed.capture("key", lambda: x * held.scale)
@@ -105,7 +105,7 @@ def test_a_changed_number_is_found_by_the_trials_of_a_key(npu):
     keyed.pool.close()
 
 
-def test_streams_and_handles_that_are_none_are_refused(npu):
+def test_invalid_streams_and_pool_handles_are_refused(npu):
     for wrong in ({"stream": npu.default_stream()}, {"stream": 1}, {"handle": (0, 0)}):
         with pytest.raises(InvalidOptionError):
             GraphPool(**wrong)

@@ -31,20 +31,20 @@ HOST = "after_an_operator_of_the_host"
         "wrapper_of_a_host()",
     ],
 )
-def test_nothing_is_handed_out_once_the_queue_has_ended(call):
+def test_no_output_is_handed_out_after_the_launch_queue_ended(call):
     need_simulator()
     out = python(f"import ended_queue; ended_queue.{call}; print('named')", hang_ms=500)
     assert out.splitlines()[-1] == "named"
 
 
 @pytest.mark.npu
-def test_a_queue_that_lives_is_not_said_to_have_ended():
+def test_400_steps_of_a_living_launch_queue_raise_no_queue_error():
     need_simulator()
     assert python("import ended_queue; ended_queue.alive(400); print('lives')").endswith("lives\n")
 
 
 @pytest.mark.npu
-def test_without_a_queue_an_operator_that_fails_ends_nothing():
+def test_a_failed_operator_without_a_launch_queue_ends_nothing():
     need_simulator()
     out = python(
         "import ended_queue; ended_queue.without_a_queue(); print('goes on')",
@@ -110,7 +110,7 @@ def queue(monkeypatch):
     made.end()
 
 
-def test_steps_pass_whether_they_put_something_into_a_queue_that_lives_or_not(queue):
+def test_steps_with_and_without_launches_pass_the_queue_check(queue):
     for turn in range(20):
         launch_queue.check_queue()
         if turn % 3:
@@ -118,7 +118,7 @@ def test_steps_pass_whether_they_put_something_into_a_queue_that_lives_or_not(qu
         launch_queue.check_replayed()
 
 
-def test_a_queue_lives_though_the_current_stream_goes_round_it(queue):
+def test_the_queue_check_passes_on_a_stream_that_bypasses_the_queue(queue):
     """As where a segment is replayed on the stream that captures."""
     queue.npu.set_stream(queue.npu.Stream())
     launch_queue.check_queue()
@@ -126,7 +126,7 @@ def test_a_queue_lives_though_the_current_stream_goes_round_it(queue):
     assert not launch_queue._first
 
 
-def test_a_step_is_refused_when_the_thread_has_ended(queue):
+def test_a_step_is_refused_when_the_launch_thread_has_ended(queue):
     launch_queue.check_queue()
     queue.end()
     for ask in (launch_queue.check_queue, launch_queue.check_replayed):
@@ -136,7 +136,7 @@ def test_a_step_is_refused_when_the_thread_has_ended(queue):
         launch_queue.checked_before(lambda: 7)()
 
 
-def test_a_step_is_refused_for_good_once_the_error_was_seen(queue):
+def test_steps_are_refused_for_good_after_a_launch_queue_error(queue):
     launch_queue.check_queue()
     assert launch_queue.has_queue_ended(RuntimeError(f"a failed launch. {launch_queue._ENDED}"))
     for _ in range(2):
@@ -144,7 +144,7 @@ def test_a_step_is_refused_for_good_once_the_error_was_seen(queue):
             launch_queue.check_queue()
 
 
-def test_a_replay_is_refused_when_the_thread_hangs(queue):
+def test_a_replay_is_refused_when_the_launch_thread_hangs(queue):
     launch_queue.check_queue()
     queue.launch()
     launch_queue.check_replayed()
@@ -155,7 +155,7 @@ def test_a_replay_is_refused_when_the_thread_hangs(queue):
         launch_queue.check_replayed()
 
 
-def test_a_queue_whose_clock_stands_still_for_some_events_lives(queue, monkeypatch):
+def test_a_launch_thread_whose_clock_stalls_briefly_counts_as_alive(queue, monkeypatch):
     """As on a virtual machine whose host takes the time that the thread used."""
     used_ns = [0] * 7
     monkeypatch.setattr(
@@ -166,7 +166,7 @@ def test_a_queue_whose_clock_stands_still_for_some_events_lives(queue, monkeypat
     assert not launch_queue._first and not used_ns
 
 
-def test_the_thread_that_launches_is_the_oldest_before_the_one_that_releases(monkeypatch):
+def test_the_oldest_thread_before_the_release_thread_is_the_launch_thread(monkeypatch):
     threads = [
         launch_queue._Thread(10, 100, "python"),
         launch_queue._Thread(20, 101, "acl_thread"),
@@ -208,5 +208,5 @@ def test_the_thread_that_launches_is_the_oldest_before_the_one_that_releases(mon
     assert launch_queue._first == ["an error from before the first pool of graphs"]
 
 
-def test_the_threads_of_this_process_are_read():
+def test_the_list_of_threads_contains_the_main_thread():
     assert os.getpid() in {each.number for each in launch_queue._threads_now()}

@@ -51,7 +51,9 @@ def imports(monkeypatch: pytest.MonkeyPatch) -> Any:
         (RuntimeError(), ["RuntimeError"]),
     ],
 )
-def test_why_torch_npu_cannot_be_imported(error: Exception, says: list[str], imports: Any) -> None:
+def test_availability_says_why_torch_npu_cannot_be_imported(
+    error: Exception, says: list[str], imports: Any
+) -> None:
     imports(error)
     availability = library.availability()
     assert not availability.available
@@ -61,12 +63,16 @@ def test_why_torch_npu_cannot_be_imported(error: Exception, says: list[str], imp
 
 
 @pytest.mark.parametrize(("count", "available"), [(0, False), (2, True)])
-def test_torch_npu_with_and_without_devices(count: int, available: bool, imports: Any) -> None:
+def test_the_platform_is_available_only_if_torch_npu_finds_a_device(
+    count: int, available: bool, imports: Any
+) -> None:
     imports(SimpleNamespace(npu=SimpleNamespace(device_count=lambda: count)))
     assert library.availability().available is available
 
 
-def test_a_package_that_is_found_in_a_broken_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_availability_survives_a_torch_npu_with_a_broken_spec(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def broken(name: str) -> None:
         raise ValueError("torch_npu.__spec__ is None")
 
@@ -74,7 +80,9 @@ def test_a_package_that_is_found_in_a_broken_way(monkeypatch: pytest.MonkeyPatch
     assert "__spec__" in library.availability().reason
 
 
-def test_streams_cannot_be_asked_for_without_cann(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_free_streams_is_unknown_without_cann(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def load(name: str) -> object:
         raise OSError(NO_CANN)
 
@@ -83,7 +91,7 @@ def test_streams_cannot_be_asked_for_without_cann(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(("code", "free"), [(0, 1950), (107000, None)])
-def test_streams_that_cann_says_are_free(
+def test_the_number_of_free_streams_is_read_from_cann(
     code: int, free: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def ask(count: Any) -> int:
@@ -95,7 +103,7 @@ def test_streams_that_cann_says_are_free(
     assert library.available_streams() == free
 
 
-def test_variables_that_do_not_go_with_graphs() -> None:
+def test_environment_variables_that_break_graphs_give_a_note() -> None:
     bad = {"ASCEND_LAUNCH_BLOCKING": "1", "TASK_QUEUE_ENABLE": "2"}
     notes = library.environment_notes(bad)
     assert [name in note for name, note in zip(bad, notes, strict=True)] == [True, True]

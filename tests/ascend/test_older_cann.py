@@ -29,7 +29,7 @@ def told(*command: str) -> str:
     return done.stdout + done.stderr
 
 
-def test_replays_wait_for_their_updates_under_random_schedules():
+def test_with_reset_events_replays_wait_for_their_updates_under_random_schedules():
     chosen = "groups and (lazy-replay or random:2- or random:4- or raises)"
     said = told(
         *("-m", "pytest", "-m", "npu", "-q", "-p", "no:cacheprovider", "-k", chosen),
@@ -38,7 +38,7 @@ def test_replays_wait_for_their_updates_under_random_schedules():
     assert " passed" in said and " failed" not in said and " error" not in said, said[-3000:]
 
 
-def test_automatic_dispatch_is_refused_as_it_captures_no_wait():
+def test_auto_dispatch_is_refused_on_a_cann_without_value_waits():
     code = """
 import graphrt
 from graphrt.ascend import AscendOptions, AscendPlatform

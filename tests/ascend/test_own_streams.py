@@ -22,7 +22,7 @@ def drawn(count: int = 100) -> set[int]:
     return {torch.npu.Stream().stream_id for _ in range(count)}
 
 
-def test_pools_have_streams_that_no_draw_comes_to():
+def test_pool_streams_are_never_handed_out_by_torch_npu_again():
     gc.collect()
     pools = [GraphPool(PLATFORM) for _ in range(8)]
     own = {pool.stream.stream_id for pool in pools}
@@ -37,7 +37,7 @@ def test_pools_have_streams_that_no_draw_comes_to():
         pool.close()
 
 
-def test_a_stream_is_lent_again_and_streams_of_the_device_cost_none():
+def test_a_closed_pools_stream_is_reused_and_takes_no_device_stream():
     pools = [GraphPool(PLATFORM)]
     before = available_streams()
     seen = set()
@@ -50,7 +50,7 @@ def test_a_stream_is_lent_again_and_streams_of_the_device_cost_none():
     pools[0].close()
 
 
-def test_more_pools_than_streams_share_those_of_graphrt():
+def test_pools_beyond_the_number_of_streams_share_graphrts_streams():
     pools = [GraphPool(PLATFORM) for _ in range(33)]
     own = {pool.stream.stream_id for pool in pools}
     assert 8 <= len(own) <= 16
@@ -60,7 +60,7 @@ def test_more_pools_than_streams_share_those_of_graphrt():
 
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
-def test_what_another_thread_does_meanwhile_on_new_streams_is_not_captured(mode):
+def test_work_of_another_thread_on_new_streams_is_not_captured(mode):
     beside: list[torch.Tensor] = []
 
     def work() -> None:

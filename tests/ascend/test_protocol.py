@@ -28,7 +28,7 @@ def test_an_update_that_raises_at_any_task_leaves_a_usable_device(way, waits):
     protocol.a_failing_update_leaves_a_usable_device(platform_of(way), waits=waits)
 
 
-def test_torch_npu_keeps_its_own_records_of_every_task():
+def test_torch_npus_records_of_tasks_stay_the_same_across_steps():
     """A host may update the graph by itself, or look what was captured."""
     decoder = protocol.Failing(3)
     platform = platform_of({"update_strategy": "auto_dispatch"})
@@ -53,7 +53,7 @@ def test_torch_npu_keeps_its_own_records_of_every_task():
     [(schedule, protocol.WAYS[place % 4]) for place, schedule in enumerate(SCHEDULES)],
     ids=lambda value: value if isinstance(value, str) else ids(value),
 )
-def test_the_protocol_holds_under_every_schedule_of_the_device(schedule, way):
+def test_task_updates_equal_eager_under_every_device_schedule(schedule, way):
     need_simulator()
     with scheduled(schedule):
         protocol.all_of_it(platform_of(way), count=24)
@@ -62,7 +62,7 @@ def test_the_protocol_holds_under_every_schedule_of_the_device(schedule, way):
 @pytest.mark.long
 @pytest.mark.parametrize("way", protocol.WAYS, ids=ids)
 @pytest.mark.parametrize("schedule", ALL)
-def test_300_steps_of_all_of_it_under_every_schedule(schedule, way):
+def test_300_steps_of_task_updates_equal_eager_under_every_schedule(schedule, way):
     need_simulator()
     with scheduled(schedule):
         protocol.all_of_it(platform_of(way))
@@ -71,7 +71,7 @@ def test_300_steps_of_all_of_it_under_every_schedule(schedule, way):
 @pytest.mark.long
 @pytest.mark.parametrize("way", protocol.WAYS, ids=ids)
 @pytest.mark.parametrize("schedule", ALL)
-def test_300_steps_of_64_layers_under_every_schedule(schedule, way):
+def test_300_steps_of_64_layers_equal_eager_under_every_schedule(schedule, way):
     need_simulator()
     with scheduled(schedule):
         protocol.equals_eager(64, 300, platform_of(way))

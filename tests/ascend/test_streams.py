@@ -93,7 +93,7 @@ FORMULA = [
 
 @pytest.mark.parametrize("profile", ["0.13", "0.18", "0.20", "last"])
 @pytest.mark.parametrize(("deployment", "count", "kept"), FORMULA)
-def test_formula_vectors(
+def test_the_stream_formula_of_each_version_gives_the_published_sizes(
     deployment: Deployment, count: int, kept: list[int] | None, profile: str
 ) -> None:
     assert PROFILES[profile].capacity(deployment) == count
@@ -103,13 +103,13 @@ def test_formula_vectors(
     assert kept is None or list(got) == kept
 
 
-def test_both_ends_of_a_long_list() -> None:
+def test_size_sampling_keeps_both_ends_of_a_long_list() -> None:
     got = update_aclgraph_sizes(SIZES, model(36, "tp", aiv=True))
     assert got[:6] == (1, 4, 24, 40, 56, 72)
     assert got[-4:] == (400, 432, 480, 512)
 
 
-def test_the_last_revision_counts_full_graphs_first() -> None:
+def test_the_last_formula_revision_subtracts_full_graphs_before_pieces() -> None:
     both = {"mode": "FULL_AND_PIECEWISE"}
     assert PROFILES["last"].capacity(model(36, "tp"), full_graphs=51) == 15
     assert list(update_aclgraph_sizes(SIZES, model(36, "tp"), profile="last", **both)) == FFTS_36
@@ -123,7 +123,7 @@ def test_modes_without_pieces_keep_every_size(mode: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["0.9.1", "0.9.2"])
-def test_the_oldest_versions_know_no_expansion_and_no_draft_model(name: str) -> None:
+def test_the_oldest_formulas_ignore_the_draft_model_and_divide_1920_streams(name: str) -> None:
     old = PROFILES[name]
     assert old.capacity(model(36, draft_layers=4)) == 1920 // 37
     assert old.figures(model(36, draft_layers=4)).pieces == 37
@@ -132,19 +132,19 @@ def test_the_oldest_versions_know_no_expansion_and_no_draft_model(name: str) -> 
 
 
 @pytest.mark.parametrize("name", ["0.21", "v0.21.0rc1", "0.23.0.post1", "1.0"])
-def test_a_version_without_the_formula_is_told_so(name: str) -> None:
+def test_asking_a_version_without_a_stream_formula_raises_with_advice(name: str) -> None:
     with pytest.raises(InvalidOptionError, match=r"removed its stream formula in 0\.21") as caught:
         update_aclgraph_sizes(SIZES, model(4), profile=name)
     assert "structural" in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["0.10", "0.12", "newest"])
-def test_a_version_that_nobody_knows_is_not_told_so(name: str) -> None:
+def test_an_unknown_stream_profile_name_is_refused(name: str) -> None:
     with pytest.raises(InvalidOptionError, match="unknown stream profile"):
         profile_named(name)
 
 
-def test_context_parallelism_is_unknown_to_version_0_11() -> None:
+def test_the_formula_of_version_0_11_ignores_context_parallelism() -> None:
     both = model(36, "tp", "pcp", "dcp")
     assert (PROFILES["0.11"].capacity(both), PROFILES["0.13"].capacity(both)) == (15, 14)
 
@@ -162,7 +162,7 @@ def test_context_parallelism_is_unknown_to_version_0_11() -> None:
         ({}, model(12, draft_layers=2, aiv=True), 111),
     ],
 )
-def test_vectors_of_intermediate_versions(
+def test_profiles_of_intermediate_versions_give_the_published_counts(
     changes: dict[str, Any], deployment: Deployment, count: int
 ) -> None:
     profile = replace(PROFILES["0.20"], **changes)
@@ -178,21 +178,23 @@ def test_vectors_of_intermediate_versions(
     ("entries", "streams"),
     [(0, 1), (1, 1), (2015, 1), (2016, 1), (2017, 2), (4032, 2), (4033, 3)],
 )
-def test_a_full_stream_goes_on_in_a_cascade(entries: int, streams: int) -> None:
+def test_a_graph_with_more_entries_than_a_queue_takes_more_streams(
+    entries: int, streams: int
+) -> None:
     assert graph_streams([entries], A2) == streams
 
 
-def test_queues_of_the_950_hold_less() -> None:
+def test_a_queue_of_the_950_holds_2009_entries() -> None:
     assert [graph_streams([n], A5) for n in (2009, 2010)] == [1, 2]
 
 
 @pytest.mark.parametrize("sides", [1, 2, 3])
-def test_every_joined_side_stream_takes_one(sides: int) -> None:
+def test_each_joined_side_stream_adds_a_stream_to_the_graph(sides: int) -> None:
     assert graph_streams([3, *[1] * sides], A2) == 1 + sides
 
 
 @pytest.mark.parametrize(("name", "entries"), [("A2", 13), ("A3", 13), ("950", 12), ("310P", 15)])
-def test_entries_of_an_update(name: str, entries: int) -> None:
+def test_each_device_has_its_number_of_entries_per_task(name: str, entries: int) -> None:
     assert DEVICES[name].task_entries == entries
 
 
@@ -200,7 +202,9 @@ def test_entries_of_an_update(name: str, entries: int) -> None:
     ("layers", "sides", "per_size", "sizes"),
     [(36, 0, 37, 52), (64, 0, 65, 30), (64, 1, 130, 15), (64, 2, 195, 10), (94, 2, 285, 6)],
 )
-def test_piecewise_sets(layers: int, sides: int, per_size: int, sizes: int) -> None:
+def test_a_piecewise_size_takes_a_stream_per_piece_and_side_stream(
+    layers: int, sides: int, per_size: int, sizes: int
+) -> None:
     figures = structural_figures(model(layers, multi_stream=sides), A2, reserve=0)
     assert (figures.usable, figures.piecewise) == (1950, per_size)
     assert figures.usable // figures.piecewise == sizes
@@ -208,18 +212,20 @@ def test_piecewise_sets(layers: int, sides: int, per_size: int, sizes: int) -> N
 
 
 @pytest.mark.parametrize(("layers", "kernels", "streams"), [(36, 12, 1), (80, 14, 2), (94, 30, 3)])
-def test_full_graphs_are_hardly_limited(layers: int, kernels: int, streams: int) -> None:
+def test_a_full_graph_takes_few_streams_and_650_sizes_fit(
+    layers: int, kernels: int, streams: int
+) -> None:
     figures = structural_figures(model(layers, kernels_per_layer=kernels), A2, reserve=0)
     assert figures.full == streams
     assert figures.usable // figures.full >= 650
 
 
-def test_a_domain_takes_two_side_streams_unless_on_vector_cores() -> None:
+def test_a_communication_domain_adds_two_side_streams_except_on_vector_cores() -> None:
     assert structural_figures(model(64, "tp"), A2).piecewise == 195
     assert structural_figures(model(64, "tp", aiv=True), A2).piecewise == 65
 
 
-def test_a_draft_model_has_graphs_of_its_own() -> None:
+def test_a_draft_model_adds_its_own_pieces_and_full_graph() -> None:
     figures = structural_figures(model(36, draft_layers=1), A2)
     assert (figures.pieces, figures.full) == (39, 2)
 
@@ -238,7 +244,9 @@ def test_a_draft_model_has_graphs_of_its_own() -> None:
         (GraphWork({0: 100, 7: 3}, breaks=8, in_pieces=True), 18),
     ],
 )
-def test_a_warm_up_bounds_what_its_graphs_take(work: GraphWork, streams: int) -> None:
+def test_work_counted_in_a_warm_up_bounds_the_streams_of_a_graph(
+    work: GraphWork, streams: int
+) -> None:
     assert streams_needed(work, A2) == streams
 
 
@@ -257,12 +265,14 @@ def test_the_stream_bound_holds_if_any_one_stream_has_all_tasks(
     ("free", "given", "reserve", "usable"),
     [(2, None, 0, 2), (22, None, 2, 20), (1950, None, 48, 1902), (22, 0, 0, 22), (22, 30, 30, 0)],
 )
-def test_a_reserve_stays_free(free: int, given: int | None, reserve: int, usable: int) -> None:
+def test_the_reserve_is_subtracted_from_the_free_streams(
+    free: int, given: int | None, reserve: int, usable: int
+) -> None:
     room = stream_room(free, given)
     assert (room.free, room.reserve, room.usable) == (free, reserve, usable)
 
 
-def test_the_reserve_is_an_option_and_a_variable() -> None:
+def test_the_stream_reserve_is_read_from_option_and_environment_and_checked() -> None:
     assert AscendOptions.from_environment({"GRAPHRT_ASCEND_RESERVE_STREAMS": "7"}) == AscendOptions(
         reserve_streams=7
     )
@@ -272,7 +282,7 @@ def test_the_reserve_is_an_option_and_a_variable() -> None:
         AscendOptions(reserve_streams=-1)
 
 
-def test_usable_streams_are_a_sum_that_can_be_printed() -> None:
+def test_usable_streams_are_the_sum_of_the_printed_terms() -> None:
     figures = structural_figures(model(36), A2)
     assert [streams for _, streams in figures.terms] == [1984, -34, -48]
     assert figures.usable == 1902
@@ -292,11 +302,13 @@ def test_usable_streams_are_a_sum_that_can_be_printed() -> None:
         ("AscendNext", "A2", 1984),
     ],
 )
-def test_devices_by_the_name_they_report(reported: str, name: str, streams: int) -> None:
+def test_a_reported_device_name_gives_the_device_and_its_streams(
+    reported: str, name: str, streams: int
+) -> None:
     assert (device_of(reported).name, device_of(reported).streams) == (name, streams)
 
 
-def test_a5_is_the_950() -> None:
+def test_the_names_a5_and_950_mean_the_same_device() -> None:
     assert device_named("a5") is device_named("950") is A5
 
 
@@ -311,7 +323,7 @@ def test_a5_is_the_950() -> None:
         lambda: device_named("A9"),
     ],
 )
-def test_wrong_figures_are_named(wrong: Any) -> None:
+def test_invalid_deployment_figures_are_refused_with_the_expected_value(wrong: Any) -> None:
     with pytest.raises(InvalidOptionError, match="expected"):
         wrong()
 
@@ -374,7 +386,7 @@ def test_a_plan_never_exceeds_its_budget(
 
 
 @given(DEPLOYMENTS, ANY_PROFILE, REQS, MODES, st.integers(0, 2500), st.integers(1, 4))
-def test_the_smallest_and_the_largest_stay_while_two_fit(
+def test_the_smallest_and_largest_sizes_are_kept_while_two_fit(
     deployment: Deployment,
     profile: str,
     reqs: int,
@@ -396,7 +408,7 @@ def test_the_smallest_and_the_largest_stay_while_two_fit(
 
 
 @given(DEPLOYMENTS, st.sampled_from(DOMAINS), ANY_PROFILE, REQS, MODES, ANY_DEVICE)
-def test_another_domain_never_adds_a_size(
+def test_adding_a_communication_domain_never_adds_a_capture_size(
     deployment: Deployment, domain: str, profile: str, reqs: int, mode: GraphMode, device: Any
 ) -> None:
     more = replace(deployment, domains=deployment.domains | {domain})
@@ -410,7 +422,7 @@ def test_another_domain_never_adds_a_size(
 
 
 @given(DEPLOYMENTS, st.sampled_from([*PROFILES]), st.integers(0, 80))
-def test_whole_and_broken_division_agree(
+def test_integer_and_float_division_give_the_same_capacity(
     deployment: Deployment, profile: str, full_graphs: int
 ) -> None:
     """The formula was written with float divisions."""

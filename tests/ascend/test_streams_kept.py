@@ -31,7 +31,7 @@ def npu_of(monkeypatch: Any, count: int) -> Any:
     return Npu()
 
 
-def test_no_stream_is_kept_that_tasks_are_updated_on(monkeypatch):
+def test_an_update_stream_is_never_kept_for_captures(monkeypatch):
     npu = npu_of(monkeypatch, 8)
     own = OwnStreams(npu, lambda stream: stream.stream_id in (0, 2))
     lent = [own.lend() for _ in range(3)]
@@ -39,7 +39,7 @@ def test_no_stream_is_kept_that_tasks_are_updated_on(monkeypatch):
     assert {npu.Stream().stream_id for _ in range(40)} == {0, 2, 5, 6, 7}
 
 
-def test_half_of_them_are_left_to_others(monkeypatch):
+def test_at_most_half_of_torch_npus_streams_are_kept(monkeypatch):
     npu = npu_of(monkeypatch, 8)
     own = OwnStreams(npu, lambda stream: False)
     lent = [own.lend() for _ in range(9)]
@@ -49,7 +49,7 @@ def test_half_of_them_are_left_to_others(monkeypatch):
     assert npu.Stream(stream_id=2, device_index=0, device_type=20).stream_id == 2
 
 
-def test_what_comes_back_is_lent_before_another_is_kept(monkeypatch):
+def test_a_returned_stream_is_lent_before_a_new_stream_is_kept(monkeypatch):
     own = OwnStreams(npu_of(monkeypatch, 8), lambda stream: False)
     first = own.lend()
     number, loan = first.stream_id, own.loan_of(first)

@@ -30,11 +30,11 @@ def test_steps_with_new_lengths_equal_eager(way, layers, count):
 
 @pytest.mark.parametrize("way", protocol.WAYS, ids=lambda way: "-".join(way.values()))
 @pytest.mark.parametrize("check", [protocol.two_graphs_in_one_pool, protocol.two_threads])
-def test_graphs_and_runners_side_by_side_equal_eager(way, check):
+def test_several_graphs_and_runners_side_by_side_equal_eager(way, check):
     check(AscendPlatform(AscendOptions(**way)))
 
 
-def test_a_bad_update_is_refused_before_anything_is_launched():
+def test_an_invalid_update_is_refused_before_launch_and_the_next_step_is_right():
     with runner(Decoder(4)) as run:
         run.capture()
         (step,) = steps(1, most=8)
@@ -60,7 +60,7 @@ def test_a_bad_update_is_refused_before_anything_is_launched():
 
 
 @pytest.mark.parametrize("order", ["replay_first", "update_first"])
-def test_a_task_that_issues_another_operator_is_named(order):
+def test_an_update_that_issues_another_operator_than_captured_is_refused(order):
     need_simulator()
     out = python(
         f"import protocol; protocol.another_operator({order!r}); print('served')",
@@ -69,13 +69,13 @@ def test_a_task_that_issues_another_operator_is_named(order):
     assert out.splitlines()[-1] == "served"
 
 
-def test_an_operator_that_fails_in_the_queue_of_launches_is_named():
+def test_a_failed_operator_in_the_launch_queue_raises_a_named_error():
     need_simulator()
     out = python("import protocol; protocol.ended_queue(); print('named')", hang_ms=500)
     assert out.splitlines()[-1] == "named"
 
 
-def test_no_update_stream_is_one_that_is_computed_or_captured_on():
+def test_the_update_stream_is_neither_the_current_nor_the_capture_stream():
     """torch_npu's 33rd stream is its first."""
     with runner(Decoder(4)) as run:
         run.capture()
@@ -104,7 +104,7 @@ def test_more_pools_than_streams_share_update_streams():
 
 @pytest.mark.parametrize("hang_timeout_s", [None, 60])
 @pytest.mark.parametrize("way", protocol.WAYS, ids=lambda way: "-".join(way.values()))
-def test_the_host_waits_for_nothing_in_steady_state(way, hang_timeout_s):
+def test_the_host_never_synchronizes_in_steady_state(way, hang_timeout_s):
     need_simulator()
     import graphrt_ascend_sim as simulator
 
@@ -120,7 +120,7 @@ def test_the_host_waits_for_nothing_in_steady_state(way, hang_timeout_s):
         assert simulator.synchronizations() == before
 
 
-def test_memory_is_given_back_to_the_device_while_no_thread_updates():
+def test_releasing_memory_waits_for_an_update_in_another_thread():
     """torch_npu waits for the device there, and no other thread can run Python until it is done."""
     decoder = Decoder(2)
     with runner(decoder, options=GraphOptions(check="off")) as run:

@@ -69,7 +69,7 @@ LEVELS = pytest.mark.parametrize("check", ["off", "capture", "always"])
 
 
 @LEVELS
-def test_it_repeats_no_step_that_was_refused(check):
+def test_unchanged_after_a_refused_step_raises(check):
     model = Scaled(check)
     assert model.step(2, lens(5, 6)) == 11
     assert model.step(2, UNCHANGED) == 11
@@ -81,7 +81,7 @@ def test_it_repeats_no_step_that_was_refused(check):
 
 
 @LEVELS
-def test_it_repeats_no_step_that_failed(check):
+def test_unchanged_after_a_failed_step_raises(check):
     model = Scaled(check)
     assert model.step(2, lens(5, 6)) == 11
     model.fails = KeyboardInterrupt
@@ -94,7 +94,7 @@ def test_it_repeats_no_step_that_failed(check):
 
 
 @LEVELS
-def test_a_step_of_its_own_that_failed_may_be_tried_again(check):
+def test_a_failed_unchanged_step_may_be_retried(check):
     model = Scaled(check)
     assert model.step(2, lens(5, 6)) == 11
     model.runner.release()
@@ -107,7 +107,7 @@ def test_a_step_of_its_own_that_failed_may_be_tried_again(check):
     assert model.step(2, UNCHANGED) == 3
 
 
-def test_it_repeats_no_example():
+def test_unchanged_never_repeats_the_lengths_of_a_capture_example():
     def example(batch: Batch, generator: torch.Generator) -> Example:
         return Example({"x": torch.ones(batch.num_tokens)}, lens(*[50] * batch.num_tokens))
 
@@ -133,7 +133,7 @@ def test_it_repeats_no_example():
     ],
     ids=lambda wrong: type(wrong).__name__,
 )
-def test_lengths_that_are_flags_or_have_no_places_are_named(check, wrong):
+def test_lengths_that_are_no_list_of_integers_are_refused(check, wrong):
     model = Scaled(check)
     with pytest.raises(InvalidUpdateError, match="no list of whole numbers"):
         model.step(2, {"scale": {"lens": wrong}})

@@ -126,14 +126,14 @@ ISSUED = [
 ]
 
 
-def test_a_captured_task_waits_and_resets_its_signal_before_its_group():
+def test_a_captured_task_waits_for_and_resets_its_signal_before_its_group():
     world = World()
     one = ["S0 takes signal 0", "S0 resets signal 0", "S0 group begin", "S0 group end"]
     assert world.npu.told() == one + [each.replace("signal 0", "signal 1") for each in one]
     assert [update.handle.group for update in world.updates] == ["group", "group"]
 
 
-def test_replay_first_launches_and_then_updates_behind_the_replay_before():
+def test_replay_first_launches_then_updates_after_waiting_for_the_previous_replay():
     world = World()
     launch = ["graph.replay on C", "C records event 1"]
     assert world.replay() == [*launch, *ISSUED]
@@ -142,7 +142,7 @@ def test_replay_first_launches_and_then_updates_behind_the_replay_before():
     assert world.replay()[0] == "S1 waits for event 2"
 
 
-def test_update_first_lets_the_replay_wait_for_all_signals():
+def test_update_first_makes_the_replay_wait_for_all_signals():
     world = World("update_first")
     launch = ["C waits for S1", "graph.replay on C"]
     assert world.replay() == [*ISSUED, *launch, "C records event 1"]
@@ -177,7 +177,7 @@ class Boom(Exception):
 
 @pytest.mark.parametrize("place", [0, 1])
 @pytest.mark.parametrize("order", ["replay_first", "update_first"])
-def test_a_failed_update_lets_the_replay_end_and_leaves_no_signal(order, place):
+def test_a_failed_update_lets_the_replay_finish_and_leaves_no_signal_set(order, place):
     world = World(order)
     world.updates[place].fails = Boom()
     world.npu.told()
@@ -198,7 +198,7 @@ def test_a_failed_update_lets_the_replay_end_and_leaves_no_signal(order, place):
 
 
 @pytest.mark.parametrize("order", ["replay_first", "update_first"])
-def test_a_replay_that_cannot_be_launched_leaves_no_signal(order):
+def test_a_replay_that_cannot_be_launched_leaves_no_signal_set(order):
     world = World(order)
     world.graph.fails = ("replay",)
     with pytest.raises(RuntimeError, match="replay fails"):
@@ -207,7 +207,7 @@ def test_a_replay_that_cannot_be_launched_leaves_no_signal(order):
 
 
 @pytest.mark.parametrize("order", ["replay_first", "update_first"])
-def test_the_watchdog_is_told_of_every_task_and_of_the_launch(order):
+def test_the_watchdog_records_every_updated_task_and_the_launch(order):
     watchdog = Watchdog()
     world = World(order, watchdog)
     world.replay()
@@ -229,7 +229,7 @@ def test_the_watchdog_is_told_of_every_task_and_of_the_launch(order):
     assert watchdog.log[-1] == ("updating task 1" if first else "dropped")
 
 
-def test_an_error_of_torch_npu_is_named_with_its_task():
+def test_an_update_error_of_torch_npu_names_the_task():
     world = World(count=4)
     text = "fn:x NPU function error: aclmdlRICaptureTaskUpdateEnd, error code is 507000"
     for place in range(4):
@@ -240,7 +240,7 @@ def test_an_error_of_torch_npu_is_named_with_its_task():
         world.updates[place].fails = None
 
 
-def test_once_the_queue_of_launches_has_ended_nothing_is_replayed(monkeypatch):
+def test_after_the_launch_queue_ended_every_replay_is_refused(monkeypatch):
     monkeypatch.setattr(launch_queue, "_first", [])
     world = World()
     world.updates[1].fails = RuntimeError("The process exits for this inner error, and so on")
@@ -253,7 +253,7 @@ def test_once_the_queue_of_launches_has_ended_nothing_is_replayed(monkeypatch):
     assert world.npu.told() == []
 
 
-def test_an_update_that_allocates_is_named_and_looked_for_at_each_first_time(monkeypatch):
+def test_an_allocating_update_is_detected_at_its_first_issue_of_each_kind(monkeypatch):
     world = World()
     count = [0]
     monkeypatch.setattr(
@@ -296,7 +296,7 @@ def test_an_update_that_allocates_is_named_and_looked_for_at_each_first_time(mon
 # Streams -------------------------------------------------------------------------------------
 
 
-def test_the_updates_of_a_pool_run_on_no_stream_that_is_captured_or_replayed_on():
+def test_the_update_stream_differs_from_capture_and_replay_streams():
     world = World()
     world.replay()
     assert world.updating.name == "S1"
@@ -311,7 +311,7 @@ def test_the_updates_of_a_pool_run_on_no_stream_that_is_captured_or_replayed_on(
     assert "graph.replay on S2" in told and "S3 begin group" in told
 
 
-def test_a_stream_that_is_captured_on_now_is_never_updated_on():
+def test_a_stream_with_an_open_capture_is_never_the_update_stream():
     world = World()
     npu = world.npu
     del npu.pool[3:]
@@ -325,14 +325,14 @@ def test_a_stream_that_is_captured_on_now_is_never_updated_on():
     assert world.updating.name == "S1"
 
 
-def test_the_stream_of_a_pools_own_captures_is_never_updated_on():
+def test_the_capture_stream_of_a_pool_is_never_its_update_stream():
     world = World()
     world.npu.Stream = lambda: world.npu.pool[0]  # type: ignore[method-assign]
     with pytest.raises(PlatformError, match="no stream to update tasks on"):
         world.replay()
 
 
-def test_streams_that_nobody_uses_go_first_then_those_of_other_pools_then_used_ones():
+def test_update_streams_are_chosen_unused_first_then_shared_then_used_streams():
     npu = FakeNpu(streams=4)
     avoid = {npu.pool[0].npu_stream}
     note_use(npu.pool[1])
@@ -357,7 +357,7 @@ def test_streams_that_nobody_uses_go_first_then_those_of_other_pools_then_used_o
     assert is_update_stream(used.stream)
 
 
-def test_of_used_streams_the_one_that_was_used_longest_ago_is_taken():
+def test_the_least_recently_used_stream_becomes_the_update_stream():
     npu = FakeNpu(streams=3)
     for place in (1, 2, 0):
         note_use(npu.pool[place])
@@ -366,14 +366,14 @@ def test_of_used_streams_the_one_that_was_used_longest_ago_is_taken():
     assert new_update_stream(npu, npu.pool[2], {npu.pool[1].npu_stream}).stream.name == "S0"
 
 
-def test_streams_that_are_computed_on_are_left_for_last():
+def test_streams_used_for_computation_are_chosen_last_for_updates():
     npu = FakeNpu(streams=3)
     for place in (0, 1):
         leave_stream(npu.pool[place])
     assert new_update_stream(npu, npu.current, ()).stream.name == "S2"
 
 
-def test_a_stream_is_free_again_when_its_pool_is_gone():
+def test_an_update_stream_is_released_when_its_holder_is_deleted():
     npu = FakeNpu(streams=1)
     stream = new_update_stream(npu, npu.current, ())
     assert is_update_stream(npu.pool[0])
@@ -406,7 +406,7 @@ def test_two_threads_that_share_an_update_stream_take_turns():
 
 
 @pytest.mark.parametrize("what", ["a capture", "a replay of another pool"])
-def test_who_is_to_use_a_stream_waits_for_the_update_on_it_which_is_the_last_one(what):
+def test_using_an_update_stream_waits_for_its_update_and_ends_its_updating(what):
     """What is launched inside of an update would be taken for a part of it."""
     world, other = World(), World()
     world.replay()
@@ -434,7 +434,7 @@ def test_who_is_to_use_a_stream_waits_for_the_update_on_it_which_is_the_last_one
     assert not is_update_stream(stream)
 
 
-def test_a_step_that_finds_its_stream_left_when_its_turn_comes_takes_another():
+def test_a_step_whose_update_stream_was_given_up_takes_another_stream():
     world = World()
     world.replay()
     update_stream = world.tasks._streams[world.memory]
@@ -465,7 +465,7 @@ def test_the_group_of_a_failed_task_is_closed_once():
     assert npu.told() == ["C group end"]
 
 
-def test_an_interrupt_in_an_update_closes_it():
+def test_an_interrupted_update_is_closed_and_its_signals_settled():
     world = World()
     world.updates[0].fails = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):

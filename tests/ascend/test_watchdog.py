@@ -66,7 +66,7 @@ def external_event(stream: Any) -> Any:
 
 
 @pytest.mark.npu
-def test_an_update_stream_that_is_stuck_is_named_with_its_task():
+def test_the_watchdog_names_the_task_of_a_stuck_update_stream():
     watched = Watched()
     watched.replay(0)
     other = watched.platform.new_stream()
@@ -85,7 +85,7 @@ def test_an_update_stream_that_is_stuck_is_named_with_its_task():
 
 
 @pytest.mark.npu
-def test_a_host_that_is_stuck_in_an_update_is_named_with_its_task():
+def test_the_watchdog_names_the_task_a_stuck_host_is_updating():
     watched = Watched()
     issue, calls, go_on = watched.decoder.task.issue, [0], threading.Event()
 
@@ -113,7 +113,7 @@ def test_a_host_that_is_stuck_in_an_update_is_named_with_its_task():
 
 
 @pytest.mark.npu
-def test_a_lost_signal_is_named_with_its_graph():
+def test_the_watchdog_names_the_graph_of_a_lost_signal():
     watched = Watched()
     (entry,) = watched.run.graphs.owners()[0].entries.values()
     task = entry.tasks[2]
@@ -133,7 +133,7 @@ def test_a_lost_signal_is_named_with_its_graph():
 
 
 @pytest.mark.npu
-def test_without_on_hang_it_is_a_warning():
+def test_a_hang_without_an_on_hang_callback_is_a_warning():
     platform = AscendPlatform(AscendOptions(hang_timeout_s=TIMEOUT_S))
     with runner(Decoder(2), sizes=(8,), platform=platform, options=UNTRIED) as run:
         run.capture()
@@ -165,7 +165,7 @@ def test_steps_that_end_in_time_are_never_reported():
 
 
 @pytest.mark.parametrize("timeout_s", [0, -1.0])
-def test_a_timeout_that_is_none_is_refused(timeout_s):
+def test_an_invalid_hang_timeout_is_refused(timeout_s):
     with pytest.raises(InvalidOptionError, match="hang_timeout_s"):
         AscendOptions(hang_timeout_s=timeout_s)
 
@@ -178,12 +178,12 @@ def test_a_timeout_that_is_none_is_refused(timeout_s):
         ("HANG_TIMEOUT_S", "soon"),
     ],
 )
-def test_options_from_the_environment_are_checked(variable, value):
+def test_invalid_ascend_options_from_the_environment_are_refused(variable, value):
     with pytest.raises(InvalidOptionError, match=variable.lower() + "|" + variable):
         AscendOptions.from_environment({f"GRAPHRT_ASCEND_{variable}": value})
 
 
-def test_options_from_the_environment():
+def test_ascend_options_are_read_from_the_environment():
     environment = {
         "GRAPHRT_ASCEND_UPDATE_ORDER": "update_first",
         "GRAPHRT_ASCEND_UPDATE_STRATEGY": "auto_dispatch",

@@ -51,7 +51,7 @@ def test_every_task_keeps_a_workspace_in_the_pool(way):
 
 @pytest.mark.npu
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(way.values()))
-def test_no_update_allocates_and_the_cache_may_be_emptied_at_any_time(way):
+def test_updates_allocate_nothing_and_survive_empty_cache_between_steps(way):
     with runner(Decoder(3), platform=AscendPlatform(AscendOptions(**way))) as run:
         run.capture()
         before = memory_by_stream()
@@ -76,7 +76,7 @@ def memory_by_stream() -> Counter[int]:
 
 @pytest.mark.npu
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(way.values()))
-def test_an_update_that_allocates_is_an_error_that_names_its_task(way):
+def test_an_update_that_allocates_raises_and_names_its_task(way):
     run = runner(
         Bare(3),
         sizes=(8,),
@@ -92,7 +92,7 @@ def test_an_update_that_allocates_is_an_error_that_names_its_task(way):
 
 
 @pytest.mark.npu
-def test_with_checks_off_nobody_looks(monkeypatch):
+def test_checks_switched_off_never_inspect_update_allocations(monkeypatch):
     monkeypatch.setenv("GRAPHRT_CHECK", "off")
     with runner(Decoder(2), sizes=(8,), platform=AscendPlatform()) as run:
         run.capture()
@@ -104,9 +104,7 @@ def test_with_checks_off_nobody_looks(monkeypatch):
 
 @pytest.mark.npu
 @pytest.mark.parametrize(("level", "looks"), [("capture", 4), ("always", 12)])
-def test_the_first_update_of_every_graph_is_looked_at_and_all_under_always(
-    monkeypatch, level, looks
-):
+def test_the_check_level_decides_how_many_updates_are_inspected(monkeypatch, level, looks):
     monkeypatch.setenv("GRAPHRT_CHECK", level)
     options = GraphOptions(check="off")
     with runner(Decoder(4), sizes=(8,), platform=AscendPlatform(), options=options) as run:
@@ -236,7 +234,7 @@ def test_paged_attention_keeps_the_largest_workspace_of_all_lengths(npu, by_name
 
 
 @pytest.mark.parametrize("lse", [None, torch.zeros(4, 2, 1)])
-def test_mla_attention_is_issued_by_the_overload_that_takes_a_workspace(npu, lse):
+def test_mla_attention_uses_the_overload_with_a_workspace_argument(npu, lse):
     task = attention.mla_attention(max_kv_len=200, query_lens=lse is None)
     # ATB reads query lengths under one calc_type, and writes lse under another one.
     queries = {"qseqlen": [1, 1]} if lse is None else {}
@@ -264,7 +262,7 @@ def test_mla_attention_is_issued_by_the_overload_that_takes_a_workspace(npu, lse
     assert kwargs["calc_type"] == ask_kwargs["calc_type"]
 
 
-def test_a_workspace_that_is_given_is_not_asked_for(npu):
+def test_a_workspace_passed_by_the_caller_is_used_as_given(npu):
     task = attention.paged_attention(max_kv_len=500)
     updates = {"attention": {"context_lens": [3, 4]}}
     for own in (None, torch.zeros(1)):
@@ -273,7 +271,7 @@ def test_a_workspace_that_is_given_is_not_asked_for(npu):
     assert npu.asked == []
 
 
-def test_an_eager_call_asks_for_nothing(npu):
+def test_an_eager_paged_attention_call_asks_for_no_workspace(npu):
     task = attention.paged_attention(max_kv_len=500)
     updates = {"attention": {"context_lens": [3, 4]}}
     eagerly(task, updates, **PAGED, out=torch.zeros(1))
@@ -308,7 +306,7 @@ def test_lengths_beyond_the_block_table_are_refused_before_anything_is_issued(
         ((9,), 8, None),
     ],
 )
-def test_the_room_of_a_block_table_is_that_of_its_caches_format(shape, width, room):
+def test_the_capacity_of_a_block_table_follows_the_cache_format(shape, width, room):
     task = attention.paged_attention(max_kv_len=9)
     query = torch.zeros(4, 2, width)
     arguments = {**PAGED, "query": query, "key_cache": torch.zeros(shape)}
@@ -319,7 +317,7 @@ def test_the_room_of_a_block_table_is_that_of_its_caches_format(shape, width, ro
 
 
 @pytest.mark.npu
-def test_a_step_longer_than_the_graph_or_with_too_few_requests_launches_nothing():
+def test_lengths_that_do_not_fit_the_graph_are_refused_before_launch():
     with runner(Decoder(2)) as run:
         run.capture()
         todo = [step for step in steps(8, most=8) if 2 <= (step.batch.num_reqs or 0) <= 7][:3]

@@ -35,7 +35,7 @@ class Memory:
 
 
 @pytest.mark.parametrize("inference", [False, True])
-def test_no_dispatch_mode_is_on_while_a_capture_begins(monkeypatch, inference):
+def test_no_torch_dispatch_mode_is_active_while_a_capture_begins(monkeypatch, inference):
     monkeypatch.setattr(captures, "_check_room", lambda: None)
     monkeypatch.setattr(captures.ForkWatch, "begin", lambda self: None)
     graph, watch = Graph(), IssuedWatch()
@@ -48,7 +48,7 @@ def test_no_dispatch_mode_is_on_while_a_capture_begins(monkeypatch, inference):
     assert watch.operators == []
 
 
-def test_no_dispatch_mode_is_on_while_a_pool_is_held(monkeypatch):
+def test_no_torch_dispatch_mode_is_active_while_a_pool_is_held(monkeypatch):
     graph, watch = Graph(), IssuedWatch()
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: torch.no_grad())

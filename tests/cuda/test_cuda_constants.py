@@ -44,7 +44,7 @@ def runner_of(forward: Any, mode: str = "FULL") -> GraphRunner:
     )
 
 
-def test_fifty_replays_of_five_constants() -> None:
+def test_fifty_replays_with_baked_in_host_constants_equal_eager() -> None:
     x = torch.randn(8, 4, device="cuda")
     mask = torch.rand(8, 4, device="cuda") > 0.5
     graph = KeyedGraphs().capture(1, lambda: prototype(x, mask))
@@ -55,7 +55,7 @@ def test_fifty_replays_of_five_constants() -> None:
         assert torch.equal(graph.replay(), prototype(x, mask))
 
 
-def test_memory_that_the_forward_pins_itself_is_kept() -> None:
+def test_pinned_memory_made_by_the_forward_is_kept_for_replays() -> None:
     def forward(x: torch.Tensor) -> torch.Tensor:
         return x * torch.tensor([2.0] * 4).pin_memory().to(x.device, non_blocking=True)
 
@@ -67,7 +67,7 @@ def test_memory_that_the_forward_pins_itself_is_kept() -> None:
     assert runner.last_dispatch.reason.name == "HIT"
 
 
-def test_a_changed_constant_is_named() -> None:
+def test_verify_names_the_line_of_a_changed_constant() -> None:
     class Scaled(torch.nn.Module):
         scale = 2.0
 
@@ -84,7 +84,7 @@ def test_a_changed_constant_is_named() -> None:
         runner.verify(x=x)
 
 
-def test_what_is_no_constant_is_refused_and_named() -> None:
+def test_host_tensors_that_are_no_constants_are_refused_at_capture() -> None:
     table = torch.ones(4)
     x = torch.ones(4, 4, device="cuda")
     graphs = KeyedGraphs()
@@ -96,7 +96,7 @@ def test_what_is_no_constant_is_refused_and_named() -> None:
     assert torch.equal(graphs.capture(1, lambda: x[:, [1]] * 2).replay(), x[:, [1]] * 2)
 
 
-def test_two_threads_capture_and_the_flag_is_put_back() -> None:
+def test_two_threads_capture_constants_and_the_host_flag_is_restored() -> None:
     failed: list[BaseException] = []
 
     # Not drawn in the threads: torch refuses random numbers of a device while any thread captures.
@@ -121,7 +121,7 @@ def test_two_threads_capture_and_the_flag_is_put_back() -> None:
     assert not is_made_on_host()
 
 
-def test_a_forward_without_constants_is_captured_once() -> None:
+def test_a_forward_runs_a_second_capture_only_if_constants_were_made() -> None:
     calls = []
 
     def forward(x: torch.Tensor) -> torch.Tensor:

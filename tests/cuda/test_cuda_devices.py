@@ -103,7 +103,7 @@ def test_runners_on_two_devices_are_right_from_two_threads():
     assert failed == []
 
 
-def test_a_capture_on_one_device_keeps_no_step_and_no_capture_on_the_other_waiting():
+def test_a_capture_on_one_device_does_not_block_the_other_device():
     served = Served(1)
     served.runner.capture()
     begun, done = threading.Event(), threading.Event()

@@ -66,7 +66,7 @@ def served(runner: GraphRunner, rows: int) -> tuple[GraphMode, Reason]:
 
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
-def test_sizes_that_do_not_fit_are_dropped_and_captured_later(limit, mode):
+def test_capture_sizes_that_do_not_fit_are_dropped_and_captured_later(limit, mode):
     runtime_mode = GraphMode[mode]
     # Captured, 16 rows need 2 GiB, 8 need 1 GiB, and those after them share its memory.
     with hungry_runner(mode, lambda tokens: 8 * tokens) as runner:
@@ -90,7 +90,7 @@ def test_sizes_that_do_not_fit_are_dropped_and_captured_later(limit, mode):
             assert served(runner, rows) == (runtime_mode, Reason.HIT)
 
 
-def test_a_size_in_the_middle_is_dropped_and_a_larger_graph_serves_it(limit):
+def test_batches_of_a_dropped_middle_size_are_served_by_a_larger_graph(limit):
     appetite = {4: 256}
     with hungry_runner("FULL", lambda tokens: appetite.get(tokens, 2)) as runner:
         limit(1024 * MIB)
@@ -103,7 +103,7 @@ def test_a_size_in_the_middle_is_dropped_and_a_larger_graph_serves_it(limit):
         assert runner.last_dispatch.descriptor.num_tokens == 8
 
 
-def test_strict_raises_and_keeps_what_is_captured(limit):
+def test_strict_capture_raises_out_of_memory_and_keeps_earlier_graphs(limit):
     appetite = {4: 256}
     options = GraphOptions(strict=True)
     with hungry_runner("FULL", lambda t: appetite.get(t, 2), options=options) as runner:

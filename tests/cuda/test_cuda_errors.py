@@ -178,7 +178,7 @@ class TestErrors(ConformanceBase):
         assert torch.rand(8, device=DEVICE).isfinite().all()
 
     @pytest.mark.parametrize("case", CASES, ids=name_of)
-    def test_the_error_names_the_cause_and_the_users_line(
+    def test_a_capture_error_names_the_cause_and_the_users_line(
         self, pool: GraphPool, case: Case
     ) -> None:
         error = self.failed(pool, case, torch.cuda.Stream())
@@ -189,13 +189,15 @@ class TestErrors(ConformanceBase):
         assert error.source in str(error)
 
     @pytest.mark.parametrize("case", UNJOINED, ids=name_of)
-    def test_an_unjoined_stream_is_named(self, pool: GraphPool, case: Case) -> None:
+    def test_a_capture_with_an_unjoined_stream_raises_a_named_error(
+        self, pool: GraphPool, case: Case
+    ) -> None:
         side = torch.cuda.Stream()
         error = self.failed(pool, case, side)
         assert case.says in str(error)
         assert hex(side.cuda_stream) in str(error).lower()
         assert case.place is not None and case.place in str(error.source)
 
-    def test_each_of_many_failures_leaves_the_next_capture_usable(self, pool: GraphPool) -> None:
+    def test_after_each_failed_capture_the_next_capture_works(self, pool: GraphPool) -> None:
         for case in (*UNJOINED, *CASES):
             self.failed(pool, case, torch.cuda.Stream())

@@ -70,7 +70,7 @@ def junk() -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("whose", ["the host's", "graphrt's", "a MemPool's"])
-def test_graphs_of_a_host_and_of_its_pool_share_memory_and_neither_frees_the_others(whose):
+def test_host_graphs_and_pool_graphs_share_memory_without_freeing_each_other(whose):
     stream = torch.cuda.Stream()
     mem_pool = torch.cuda.MemPool() if whose == "a MemPool's" else None
     if whose == "graphrt's":
@@ -119,7 +119,7 @@ def test_graphs_of_a_host_and_of_its_pool_share_memory_and_neither_frees_the_oth
     pool.close()
 
 
-def test_a_handle_stays_good_between_two_captures_and_holds_no_more_memory_each_time():
+def test_a_pool_handle_stays_valid_between_captures_without_growing_memory():
     pool, x = GraphPool(), torch.ones(64, WIDTH, device="cuda")
     handle, seen = pool.handle, []
     keyed = KeyedGraphs(pool)
@@ -137,7 +137,7 @@ def test_a_handle_stays_good_between_two_captures_and_holds_no_more_memory_each_
     pool.close()
 
 
-def test_a_handle_whose_graphs_are_gone_and_whose_memory_is_not_is_refused_by_name():
+def test_a_pool_handle_with_live_memory_but_no_graphs_is_refused():
     handle, x = torch.cuda.graph_pool_handle(), torch.ones(4, device="cuda")
     host, out = captured_by_host(lambda: x + 1, handle, torch.cuda.Stream())
     host.replay()
@@ -158,7 +158,7 @@ def test_streams_that_cannot_be_captured_on_are_refused(stream):
         GraphPool(stream=torch.cuda.default_stream() if stream is None else stream)
 
 
-def test_pieces_of_a_host_in_a_session_on_its_stream():
+def test_pieces_captured_in_a_session_on_the_hosts_stream_equal_eager():
     stream, pool = torch.cuda.Stream(), GraphPool()
     context = ForwardContext(GraphMode.PIECEWISE, BatchDescriptor(8))
     weights = [matrix() for _ in range(6)]
@@ -199,7 +199,7 @@ def test_pieces_of_a_host_in_a_session_on_its_stream():
 # Workspaces -------------------------------------------------------------------------------------
 
 
-def test_a_session_takes_one_workspace_whatever_happens_in_it():
+def test_a_capture_session_allocates_a_single_cublas_workspace():
     pool, x = GraphPool(), torch.randn(64, WIDTH, device="cuda")
     weight = matrix()
     nothing = eager_break(lambda y: None)
@@ -244,7 +244,7 @@ def test_a_session_takes_one_workspace_whatever_happens_in_it():
     pool.close()
 
 
-def test_the_workspace_of_live_graphs_is_never_freed_under_them():
+def test_the_cublas_workspace_of_live_graphs_is_never_freed():
     pool, x = GraphPool(), torch.randn(64, WIDTH, device="cuda")
     weight = matrix()
     x @ weight
@@ -265,7 +265,7 @@ def test_the_workspace_of_live_graphs_is_never_freed_under_them():
     pool.close()
 
 
-def test_the_hosts_workspace_outside_of_pools_is_not_freed_under_its_graphs():
+def test_the_cublas_workspace_of_host_graphs_outside_of_pools_is_not_freed():
     stream, x = torch.cuda.Stream(), torch.randn(64, WIDTH, device="cuda")
     weight = matrix()
     stream.wait_stream(torch.cuda.current_stream())
@@ -291,6 +291,6 @@ def test_the_hosts_workspace_outside_of_pools_is_not_freed_under_its_graphs():
     assert all(bool((tensor == 7).all()) for tensor in kept)
 
 
-def test_pools_capture_on_streams_of_their_own():
+def test_each_pool_captures_on_a_stream_of_its_own():
     pools = [GraphPool() for _ in range(12)]
     assert len({pool.stream.cuda_stream for pool in pools}) == 12

@@ -122,7 +122,7 @@ def interrupt(kind: str, call: Callable[[Callable[[], Any]], Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_interrupt_at_any_place_leaves_all_usable(kind: str) -> None:
+def test_an_interrupt_at_any_line_leaves_captures_and_replays_usable(kind: str) -> None:
     interrupt(kind, lambda function: function())
     every = interrupts.Places(lines=True)
     interrupt(kind, every)
@@ -136,7 +136,7 @@ def test_an_interrupt_at_any_place_leaves_all_usable(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_interrupt_at_any_time_leaves_all_usable(kind: str) -> None:
+def test_an_interrupt_at_any_time_leaves_captures_and_replays_usable(kind: str) -> None:
     rng = random.Random(f"{SEED} {kind}")
     interrupt(kind, lambda function: function())
     _, function = KINDS[kind]()

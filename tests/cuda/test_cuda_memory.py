@@ -109,7 +109,7 @@ LAYOUTS = {
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf", "ignore:torch.quantize_per_tensor")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_weak_reference_is_the_same_tensor_and_keeps_nothing(dtype: torch.dtype) -> None:
+def test_a_weak_tensor_reference_is_the_same_tensor_and_keeps_no_memory(dtype: torch.dtype) -> None:
     pool = GraphPool(DEVICE)
     for layout, cut in LAYOUTS.items():
         with pool.platform.allocate_in(pool.memory):
@@ -131,7 +131,7 @@ def test_a_weak_reference_is_the_same_tensor_and_keeps_nothing(dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
-def test_smaller_sizes_use_the_memory_of_larger_ones_and_close_gives_it_back(free_bytes, mode):
+def test_smaller_sizes_reuse_memory_of_larger_sizes_and_close_frees_all(free_bytes, mode):
     def forward(x: torch.Tensor) -> torch.Tensor:
         wide = x.repeat(1, 4096)
         return eager_break(lambda t: t * 1)((wide * 2).sum(1, keepdim=True)) + wide[:, :8]

@@ -43,7 +43,7 @@ def test_an_output_is_right_until_the_next_step_and_raises_after_it(mode, output
         assert torch.equal(new.cpu(), rows(count, 2 * value))
 
 
-def test_an_output_of_the_step_before_can_be_the_next_input():
+def test_an_output_of_the_last_step_can_be_the_next_input():
     run = runner()
     value = rows(3)
     for _ in range(5):
@@ -80,7 +80,7 @@ def test_record_stream_and_copies_on_another_stream_work_on_an_output():
         lambda out: out.add_(100),
     ],
 )
-def test_what_a_host_does_to_an_output_never_reaches_the_next_step(edit):
+def test_host_edits_of_an_output_never_reach_the_next_step(edit):
     run = runner()
     for count in (2, 3, 9):
         for _ in range(2):
@@ -89,7 +89,7 @@ def test_what_a_host_does_to_an_output_never_reaches_the_next_step(edit):
             edit(out)
 
 
-def test_another_runner_of_the_pool_and_a_release_take_the_memory():
+def test_a_step_of_another_runner_or_a_release_invalidates_old_outputs():
     pool = GraphPool("cuda")
     target = runner(pool=pool, platform=None)
     draft = runner(lambda x: x * 3, pool=pool, platform=None)
@@ -102,19 +102,19 @@ def test_another_runner_of_the_pool_and_a_release_take_the_memory():
 
 
 @pytest.mark.parametrize("sizes", [[4], [4, 8]])
-def test_undeclared_axes_are_found_by_comparing_sizes(sizes):
+def test_undeclared_output_axes_are_found_by_comparing_sizes(sizes):
     run = runner(lambda x: {"t": x.t() * 2, "layers": torch.stack([x, x + 1])}, sizes=sizes)
     out = run(x=rows(3))
     assert (out["t"].shape, out["layers"].shape) == ((WIDTH, 3), (2, 3, WIDTH))
 
 
-def test_an_eager_step_of_more_rows_takes_inputs_from_the_host():
+def test_an_eager_step_above_the_largest_size_accepts_host_inputs():
     run = runner(lambda x: x.add_(1))
     argument = rows(9)
     assert torch.equal(run(x=argument).cpu(), rows(9, 2)) and torch.equal(argument, rows(9))
 
 
-def test_a_conjugate_is_handed_out_as_one():
+def test_a_conjugated_output_keeps_its_conjugate_values():
     run = runner(lambda x: x.mul(2).conj(), inputs={"x": InputSpec(torch.complex64, ("tokens",))})
     argument = torch.tensor([1 + 2j, 3 - 1j, 2j], dtype=torch.complex64)
     for count in (3, 2):

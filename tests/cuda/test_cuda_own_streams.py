@@ -33,7 +33,7 @@ def of_torch() -> list[torch.cuda.Stream]:
     return [torch.cuda.Stream(priority=priority) for priority in (0, -1) for _ in range(40)]
 
 
-def test_33_pools_have_33_streams_and_none_is_one_of_torch():
+def test_33_pools_have_33_streams_outside_of_torchs_stream_pool():
     pools = [GraphPool("cuda") for _ in range(33)]
     handles = {pool.stream.cuda_stream for pool in pools}
     assert len(handles) == 33
@@ -42,7 +42,7 @@ def test_33_pools_have_33_streams_and_none_is_one_of_torch():
         pool.close()
 
 
-def test_a_stream_is_lent_again_when_its_pool_is_closed_and_not_before():
+def test_a_capture_stream_is_reused_only_after_its_pool_is_closed():
     gc.collect()
     pool = GraphPool("cuda")
     handle = pool.stream.cuda_stream
@@ -62,7 +62,7 @@ def test_a_stream_is_lent_again_when_its_pool_is_closed_and_not_before():
         each.close()
 
 
-def test_a_stream_that_graphs_were_captured_on_is_lent_as_long_as_they_live():
+def test_a_capture_stream_stays_reserved_while_its_graphs_live():
     pool, host = GraphPool("cuda"), torch.cuda.Stream()
     handle = pool.stream.cuda_stream
     with runner(lambda x: x * 2, pool) as run:
@@ -78,7 +78,7 @@ def test_a_stream_that_graphs_were_captured_on_is_lent_as_long_as_they_live():
     pool.close()
 
 
-def test_a_pool_that_is_given_the_stream_of_the_host_keeps_it():
+def test_a_pool_uses_the_stream_the_host_passed():
     host = torch.cuda.Stream()
     pool = GraphPool("cuda", stream=host)
     assert pool.stream is host
@@ -86,7 +86,7 @@ def test_a_pool_that_is_given_the_stream_of_the_host_keeps_it():
 
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
-def test_what_another_thread_does_meanwhile_on_new_streams_is_not_captured(mode):
+def test_work_of_another_thread_on_new_streams_is_not_captured(mode):
     beside: list[torch.Tensor] = []
 
     def work() -> None:
@@ -118,7 +118,7 @@ def test_what_another_thread_does_meanwhile_on_new_streams_is_not_captured(mode)
     pool.close()
 
 
-def test_the_allocator_knows_a_stream_of_graphrt_as_it_knows_its_own():
+def test_torchs_allocator_reuses_memory_safely_across_a_stream_of_graphrt():
     pool = GraphPool("cuda")
     for _ in range(3):
         x = torch.ones(1 << 20, device="cuda")

@@ -53,7 +53,7 @@ def padded(value: torch.Tensor, spec: InputSpec, rows: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("source", ["host", "device", "mixed"])
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
-def test_padding_rows_are_padding_at_every_step(mode: str, source: str) -> None:
+def test_padding_rows_hold_the_padding_value_at_every_step(mode: str, source: str) -> None:
     rng = random.Random(3)
     # Dimensions of any size are cut nowhere, so the padding rows come out as well.
     outputs: Any = {name: (None,) * len(spec.shape) for name, spec in SPECS.items()}

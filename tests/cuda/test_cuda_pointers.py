@@ -105,14 +105,14 @@ def test_a_tensor_that_only_a_raw_kernel_reads_is_found_and_named(table):
         assert unknown.unread == 0
 
 
-def test_a_view_into_a_larger_tensor_is_found_by_its_block(monkeypatch):
+def test_a_view_into_a_larger_tensor_is_reported_by_its_memory_block(monkeypatch):
     whole = torch.randn(1000, WIDTH, device="cuda")
     monkeypatch.setattr(sys.modules[__name__], "TABLE", whole[77])
     with captured_runner(with_table) as runner:
         assert [block.address for block in unknown_of(runner).blocks] == [whole.data_ptr()]
 
 
-def test_a_tensor_of_a_workspaces_size_is_found(monkeypatch):
+def test_a_workspace_sized_tensor_read_by_a_raw_kernel_is_reported(monkeypatch):
     large = torch.zeros(max(internal_sizes()) // 4, device="cuda")
     monkeypatch.setattr(sys.modules[__name__], "TABLE", large)
     with captured_runner(with_table) as runner:
@@ -155,7 +155,7 @@ class Layers(nn.Module):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("model", [Layers, Attention, Noisy])
-def test_a_clean_model_touches_nothing_unknown(model, dtype):
+def test_a_clean_model_reports_no_unknown_memory(model, dtype):
     # What lies about must not be found.
     others = [torch.randn(WIDTH, 4096, device="cuda") for _ in range(8)]
     net = model().to("cuda", dtype).eval().requires_grad_(False)
@@ -164,7 +164,7 @@ def test_a_clean_model_touches_nothing_unknown(model, dtype):
         assert unknown.blocks == () and unknown.unread == 0 and others
 
 
-def test_the_workspace_of_cublas_is_told_by_its_size():
+def test_the_cublas_workspace_is_recognized_by_its_size():
     x = torch.randn(64, 64, device="cuda")
     torch.mm(x, x)
     blocks = get_platform("cuda").memory_blocks()
@@ -176,7 +176,7 @@ def test_the_workspace_of_cublas_is_told_by_its_size():
 # Kinds of nodes -----------------------------------------------------------------------------------
 
 
-def test_a_copy_and_a_fill_are_read():
+def test_addresses_of_a_copy_and_a_fill_in_a_graph_are_read():
     source, target, filled = (torch.randn(4096, device="cuda") for _ in range(3))
 
     def work():
@@ -205,7 +205,7 @@ class Template:
         return self.handle
 
 
-def test_a_child_graph_is_read():
+def test_addresses_in_a_child_graph_are_read():
     source, target = (torch.randn(4096, device="cuda") for _ in range(2))
     inner = captured(lambda: torch.add(source, 1, out=target))
     outer, node = ctypes.c_void_p(), ctypes.c_void_p()
@@ -222,7 +222,7 @@ def test_a_child_graph_is_read():
         destroy_graph(outer.value)
 
 
-def test_a_graph_without_a_template_cannot_be_told():
+def test_pointers_of_a_graph_without_a_template_are_unknown():
     x = torch.zeros(8, device="cuda")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -245,7 +245,7 @@ def best_ms(function):
 
 
 @pytest.mark.parametrize("kind", ["elementwise", "strided", "linear"])
-def test_the_time_for_a_thousand_nodes_is_told(kind):
+def test_reading_pointers_of_a_thousand_nodes_prints_its_time(kind):
     x = torch.randn(64, WIDTH, device="cuda")
     weight = torch.randn(WIDTH, WIDTH, device="cuda")
     # Broadcasts hand their kernels large structs of strides.

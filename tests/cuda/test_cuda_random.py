@@ -53,12 +53,12 @@ DRAWING = {
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 @pytest.mark.parametrize("name", DRAWING)
-def test_rows_of_random_numbers_are_no_mixed_rows(name, mode):
+def test_random_numbers_in_padded_rows_do_not_count_as_mixed_rows(name, mode):
     part = eager_break(DRAWING[name])
     goes_on(DRAWING[name] if mode == "FULL" else lambda x: part(x + 1) * 2, mode)
 
 
-def test_what_an_eager_part_draws_or_reads_is_its_own():
+def test_an_eager_part_may_draw_random_numbers_and_read_the_clock():
     own = torch.Generator("cuda").manual_seed(3)
     part = eager_break(
         lambda x: x + torch.rand(x.shape, generator=own, device=x.device) + time.perf_counter() % 1
@@ -66,7 +66,7 @@ def test_what_an_eager_part_draws_or_reads_is_its_own():
     goes_on(lambda x: part(x + 1) * 2, "PIECEWISE")
 
 
-def test_mixed_rows_are_found_beside_random_numbers():
+def test_mixed_rows_are_found_in_a_forward_with_random_numbers():
     runner = runner_of(lambda x: x - x.mean(0) + torch.rand_like(x), "FULL")
     runner(x=torch.randn(8, WIDTH, device="cuda"))
     with pytest.warns(GraphQuarantinedWarning, match="padding rows have changed"):
@@ -75,7 +75,7 @@ def test_mixed_rows_are_found_beside_random_numbers():
 
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.spectral_norm])
-def test_normalized_weights_are_replayed(norm, train):
+def test_weight_and_spectral_norm_layers_are_replayed(norm, train):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         layer = norm(nn.Linear(WIDTH, WIDTH).cuda()).train(train)
@@ -83,7 +83,7 @@ def test_normalized_weights_are_replayed(norm, train):
         goes_on(lambda x: layer(x))
 
 
-def test_a_number_that_a_step_without_a_graph_moves_is_found():
+def test_a_number_changed_by_an_eager_step_is_found_by_the_trial():
     held = SimpleNamespace(scale=1.0)
 
     def forward(x: torch.Tensor) -> torch.Tensor:
@@ -99,7 +99,7 @@ def test_a_number_that_a_step_without_a_graph_moves_is_found():
         assert torch.equal(runner(x=x), x * 2)
 
 
-def test_python_state_that_padding_advances_is_found():
+def test_python_state_advanced_by_padding_rows_is_found_by_the_trial():
     held = SimpleNamespace(seen=0)
 
     @eager_break

@@ -33,7 +33,7 @@ def in_new_thread(work: Callable[[], Any]) -> Any:
 
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
-def test_the_first_call_of_a_thread_may_be_a_step_on_inputs_of_the_host(mode):
+def test_a_new_thread_may_begin_with_a_step_on_host_inputs(mode):
     spec = InputSpec(torch.float32, ("tokens", 8))
     with GraphRunner(
         lambda x: x * 2, mode=mode, sizes=[4], inputs={"x": spec}, outputs=("tokens", 8),
@@ -48,7 +48,7 @@ def test_the_first_call_of_a_thread_may_be_a_step_on_inputs_of_the_host(mode):
                 assert torch.equal(out.cpu(), x * 2)
 
 
-def test_a_runner_may_be_made_captured_and_checked_in_threads_of_their_own():
+def test_a_runner_can_be_made_captured_and_verified_in_different_threads():
     spec = InputSpec(torch.float32, ("tokens", 8))
     make = partial(
         GraphRunner, lambda x: x * 2, mode="FULL_AND_PIECEWISE", sizes=[2, 4], inputs={"x": spec},
@@ -88,7 +88,7 @@ def test_the_ring_wraps_behind_a_busy_device_and_the_host_waits():
     log.runner.close()
 
 
-def test_launches_that_fail_shift_no_slot():
+def test_failed_launches_do_not_shift_the_slots_of_the_input_ring():
     log, rng = Log("cuda", "cuda", 500, mode="FULL"), random.Random(2)
     for step in range(500):
         if step % 50 == 10:
@@ -100,7 +100,7 @@ def test_launches_that_fail_shift_no_slot():
     log.runner.close()
 
 
-def test_two_runners_of_one_pool_have_a_ring_each():
+def test_two_runners_of_a_pool_have_separate_input_rings():
     pool = GraphPool("cuda")
     logs = [Log("cuda", "cuda", 400, pool=pool, mode="FULL") for _ in range(2)]
     rng = random.Random(5)
@@ -115,7 +115,7 @@ def test_two_runners_of_one_pool_have_a_ring_each():
     pool.close()
 
 
-def test_inputs_are_there_before_a_bind_that_reads_them():
+def test_inputs_are_fetched_before_a_bind_reads_them():
     seen: list[torch.Tensor] = []
 
     def bind(buffers: Any, descriptor: Any, phase: str) -> None:
@@ -131,7 +131,7 @@ def test_inputs_are_there_before_a_bind_that_reads_them():
     log.runner.close()
 
 
-def test_a_graph_that_is_replayed_without_its_runner_is_named_at_the_next_step():
+def test_a_graph_replayed_outside_of_its_runner_raises_at_the_next_step():
     log, rng = Log("cuda", "cuda", 10, mode="FULL"), random.Random(7)
     values = log.values(rng, 0, 4, 1)
     log.runner(Batch(4, 4, 1), **values)
@@ -147,21 +147,21 @@ def test_a_graph_that_is_replayed_without_its_runner_is_named_at_the_next_step()
     log.runner.close()
 
 
-def test_what_is_larger_than_is_fetched_is_staged(monkeypatch):
+def test_inputs_above_the_fetch_limit_are_staged(monkeypatch):
     monkeypatch.setattr(get_platform("cuda"), "fetched_bytes", 4096)
     log = Log("cuda", "cuda", 600, width=64)
     mixed_steps(log, 600, 8, device=0.3, slots=0.3, aborts=0.05, behind=behind)
     log.runner.close()
 
 
-def test_inputs_of_a_megabyte_are_fetched_whole(monkeypatch):
+def test_inputs_of_a_megabyte_are_fetched_and_right(monkeypatch):
     monkeypatch.setattr(get_platform("cuda"), "fetched_bytes", 2 << 20)
     log = Log("cuda", "cuda", 200, width=8192)
     mixed_steps(log, 200, 9, device=0.3, behind=behind)
     log.runner.close()
 
 
-def test_without_the_option_inputs_are_copied():
+def test_inputs_are_copied_with_inputs_in_graph_switched_off():
     log = Log("cuda", "cuda", 100, inputs_in_graph=False)
     assert log.runner.inputs.transport.ring is None
     mixed_steps(log, 100, 10, device=0.3)
@@ -179,7 +179,7 @@ def device_work(call: Any) -> list[str]:
 
 @pytest.mark.parametrize("place", ["cuda", "cpu"])
 @pytest.mark.parametrize("rows", [8, 5])
-def test_a_step_is_one_launch_wherever_its_inputs_are(place, rows):
+def test_a_step_fetches_its_inputs_in_a_single_launch_without_memcpy(place, rows):
     log, rng = Log("cuda", "cuda", 4, mode="FULL"), random.Random(11)
     values = log.values(rng, 0, rows, 1)
     values = {name: value.to(place) for name, value in values.items()}
@@ -194,7 +194,7 @@ def test_a_step_is_one_launch_wherever_its_inputs_are(place, rows):
     log.runner.close()
 
 
-def test_lazy_captures_fetch_their_step():
+def test_the_step_that_captures_lazily_fetches_its_inputs():
     runner = GraphRunner(
         lambda x: x + 1,
         inputs={"x": InputSpec(torch.float32, ("tokens", 8))},

@@ -169,7 +169,7 @@ def device_work(call: Any) -> list[str]:
     return [event.name for event in profile.events() if event.device_type is DeviceType.CUDA]
 
 
-def test_an_input_at_its_captured_address_costs_the_device_nothing():
+def test_an_input_at_its_captured_address_adds_no_device_work():
     runner, views = owning_runner()
     own = views["x"].fill_(1)
     other = own.clone()

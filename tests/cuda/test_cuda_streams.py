@@ -96,9 +96,7 @@ class TestSideStreams(ConformanceBase):
             expected = [6 * (6 * row * value + 1) + 1 for row in (1, 2, 3, 4)]
             assert self.first(self.step(wrapper, mode, x)) == expected
 
-    def test_a_hook_may_join_at_the_end_of_the_capture_what_the_forward_forked(
-        self, pool: GraphPool
-    ) -> None:
+    def test_a_capture_hook_may_join_a_stream_the_forward_forked(self, pool: GraphPool) -> None:
         side = torch.cuda.Stream()
         copied = self.tensor(0, 0, 0, 0)
 
@@ -119,7 +117,7 @@ class TestSideStreams(ConformanceBase):
     @pytest.mark.parametrize("seed", [torch.manual_seed, torch.cuda.manual_seed_all])
     @pytest.mark.parametrize("forward", [with_rand, with_dropout])
     @pytest.mark.parametrize("mode", [FULL, PIECEWISE])
-    def test_random_numbers_go_on_and_are_those_of_eager_with_the_same_seed(
+    def test_replayed_random_numbers_equal_eager_random_numbers_of_the_same_seed(
         self, pool: GraphPool, mode: GraphMode, forward: Callable, seed: Callable
     ) -> None:
         wrapper = self.wrap(forward, mode, pool, breakable=True)
@@ -143,7 +141,7 @@ class TestSideStreams(ConformanceBase):
 
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
-def test_steps_from_several_streams_follow_each_other_with_their_inputs(mode: str) -> None:
+def test_steps_from_several_streams_run_in_order_with_their_inputs(mode: str) -> None:
     total = torch.zeros(1, dtype=torch.int64, device=DEVICE)
     log = torch.zeros(60, dtype=torch.int64, device=DEVICE)
 
@@ -179,7 +177,7 @@ def test_steps_from_several_streams_follow_each_other_with_their_inputs(mode: st
         assert log.tolist() == expected
 
 
-def test_hooks_surround_every_graph() -> None:
+def test_replay_hooks_run_around_every_graph_of_a_step() -> None:
     hooks = Hooks()
     with GraphRunner(
         lambda x: between(between(x + 1) + 1) + 1,
@@ -201,7 +199,7 @@ def test_hooks_surround_every_graph() -> None:
             assert hooks.calls == [("before_replay", False)] * graphs
 
 
-def test_the_capture_context_is_entered_once() -> None:
+def test_the_capture_context_is_entered_once_for_all_graphs() -> None:
     log: list[str] = []
 
     @contextmanager

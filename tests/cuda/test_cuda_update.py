@@ -81,7 +81,7 @@ ISSUES = [scale, copy, fill]
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 @pytest.mark.parametrize("issue", ISSUES)
-def test_every_step_has_its_own_arguments_while_earlier_ones_are_under_way(issue, mode):
+def test_steps_in_flight_each_keep_their_own_task_arguments(issue, mode):
     chosen = random.Random(0)
     with runner(model(issue, row=HostArg(None)), mode=mode) as updated:
         updated.capture()
@@ -102,7 +102,7 @@ def test_every_step_has_its_own_arguments_while_earlier_ones_are_under_way(issue
             assert torch.equal(out, eager), updates
 
 
-def test_unchanged_keeps_the_arguments_of_the_step_before():
+def test_an_unchanged_update_keeps_the_arguments_of_the_previous_step():
     with runner(model(scale, row=HostArg(None))) as updated:
         updated.capture()
         x = torch.randn(4, WIDTH)
@@ -117,7 +117,7 @@ def by_type(x, table, out, *, row):
     torch.add(x, table[0 if type(row) is int else 1, : x.shape[0]], out=out)
 
 
-def test_arguments_that_are_equal_but_of_another_type_are_told_apart():
+def test_equal_task_arguments_of_different_types_give_different_results():
     with runner(model(by_type, row=HostArg(None))) as updated:
         updated.capture()
         x = torch.randn(4, WIDTH)
@@ -170,7 +170,7 @@ def other_tensor():
         (other_tensor, "a tensor that it was not captured with"),
     ],
 )
-def test_what_breaks_the_contract_is_named_and_the_next_step_is_right(issue, text):
+def test_a_broken_task_contract_raises_and_the_next_step_is_right(issue, text):
     issue = issue() if issue is other_tensor else issue
     with runner(model(issue, row=HostArg(None))) as updated:
         updated.capture()
@@ -210,7 +210,7 @@ def test_a_task_that_raises_launches_nothing_and_the_next_step_is_right():
 
 
 @pytest.mark.parametrize("issue", ISSUES)
-def test_layers_that_are_alike_are_patched_from_one(issue):
+def test_identical_layers_are_patched_from_a_single_reissue(issue):
     chosen = random.Random(1)
     with runner(model(issue, row=HostArg(None))) as updated:
         updated.capture()
@@ -232,7 +232,7 @@ def test_layers_that_are_alike_are_patched_from_one(issue):
 
 
 @pytest.mark.parametrize("issue", ISSUES)
-def test_layers_with_arguments_of_their_own_are_patched_from_one_each(issue):
+def test_layers_with_their_own_arguments_are_patched_from_a_reissue_each(issue):
     chosen = random.Random(2)
     with runner(model(issue, row=HostArg(None))) as updated:
         updated.capture()
@@ -281,7 +281,7 @@ def moving_in_layer(weights):
 
 
 @pytest.mark.parametrize("issue_of", [scaled_by_layer, moving_in_layer])
-def test_layers_that_differ_in_what_changes_are_issued_each(issue_of):
+def test_layers_whose_parameters_change_differently_are_issued_separately(issue_of):
     with runner(with_weights(issue_of)) as updated:
         updated.capture()
         for row in (3, 5, 7, 3, 9, 0, 2):
@@ -293,7 +293,7 @@ def test_layers_that_differ_in_what_changes_are_issued_each(issue_of):
         assert figures.reissues == LAYERS * 6 and figures.memo_hits == LAYERS
 
 
-def test_a_tensor_from_elsewhere_may_be_read_at_another_place():
+def test_a_task_may_read_another_row_of_an_outside_tensor():
     table = torch.randn(ROWS, 4, WIDTH, device="cuda")
 
     def issue(x, weight, out, *, row):
@@ -305,7 +305,7 @@ def test_a_tensor_from_elsewhere_may_be_read_at_another_place():
             check(updated, {"mix": {"row": row}})
 
 
-def test_a_step_without_updates_is_refused():
+def test_a_step_of_a_graph_with_tasks_without_updates_is_refused():
     with runner(model(scale, row=HostArg(None))) as updated:
         updated.capture()
         with pytest.raises(MissingUpdateError):
@@ -337,7 +337,7 @@ def launches_fewer(x, table, out, *, row):
 
 
 @pytest.mark.parametrize("refused", [(), ("set_kernel",), ("set_kernel", "update_whole")])
-def test_launches_that_a_step_does_not_need_are_switched_off(monkeypatch, refused):
+def test_kernel_launches_that_a_step_does_not_need_are_disabled(monkeypatch, refused):
     with runner(model(launches_fewer, row=HostArg(None))) as updated:
         updated.capture()
         check(updated, {"mix": {"row": 0}})
@@ -351,7 +351,7 @@ def test_launches_that_a_step_does_not_need_are_switched_off(monkeypatch, refuse
 
 @pytest.mark.parametrize("issue", ISSUES)
 @pytest.mark.parametrize("whole", [True, False])
-def test_a_refused_node_ends_in_a_whole_update_or_another_executable(issue, whole, monkeypatch):
+def test_a_refused_node_update_falls_back_to_whole_update_or_rebuild(issue, whole, monkeypatch):
     rows = [3, 9, 4, 11, 9, 6]
     with runner(model(issue, row=HostArg(None))) as updated:
         updated.capture()
@@ -382,7 +382,7 @@ def test_a_refused_node_ends_in_a_whole_update_or_another_executable(issue, whol
         )
 
 
-def test_the_driver_itself_makes_another_executable_of_an_updated_template():
+def test_the_driver_can_instantiate_an_updated_graph_template():
     with runner(model(scale, row=HostArg(None))) as updated:
         updated.capture()
         (calls, *_) = calls_of(updated)
@@ -392,7 +392,7 @@ def test_the_driver_itself_makes_another_executable_of_an_updated_template():
             assert calls.can_instantiate(part.graph.raw_cuda_graph())
 
 
-def test_a_graph_for_which_no_way_is_left_raises_until_it_is_captured_again(monkeypatch):
+def test_a_graph_that_cannot_be_updated_raises_until_recapture(monkeypatch):
     with runner(model(scale, row=HostArg(None))) as updated:
         updated.capture()
         check(updated, {"mix": {"row": 5}})
@@ -406,7 +406,7 @@ def test_a_graph_for_which_no_way_is_left_raises_until_it_is_captured_again(monk
         check(updated, {"mix": {"row": 7}})
 
 
-def test_parameters_that_cannot_be_read_are_handed_on(monkeypatch):
+def test_kernel_parameters_that_cannot_be_read_are_updated_without_memoizing(monkeypatch):
     from graphrt.cuda.update import images
 
     monkeypatch.setattr(images, "argument_sizes", lambda function: None)

@@ -62,7 +62,7 @@ def attention_model():
     return forward
 
 
-def test_two_kernels_of_each_layer_are_patched_from_one():
+def test_both_kernels_of_each_layer_are_patched_from_a_single_layer():
     chosen = random.Random(0)
     runner = GraphRunner(
         attention_model(),

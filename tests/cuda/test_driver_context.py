@@ -87,7 +87,7 @@ def fetch_of(driver: ContextDriver) -> Callable[[], None]:
     return ring.prepare(16, 1)
 
 
-def test_a_call_in_a_new_thread_has_a_context(driver):
+def test_a_driver_call_in_a_new_thread_gets_a_context(driver):
     def work() -> None:
         api.need().cuGraphDestroy(ctypes.c_void_p(1))
         api.check("cuGraphDestroy", api.need().cuGraphDestroy(ctypes.c_void_p(1)))
@@ -99,7 +99,7 @@ def test_a_call_in_a_new_thread_has_a_context(driver):
     assert driver.calls.count("cuCtxGetCurrent") == 2
 
 
-def test_a_context_that_a_thread_has_stays(driver):
+def test_a_thread_keeps_the_driver_context_already_set(driver):
     def work() -> None:
         driver.threads.context = 99
         api.need()
@@ -108,13 +108,13 @@ def test_a_context_that_a_thread_has_stays(driver):
     in_new_thread(work)
 
 
-def test_a_fetch_may_be_the_first_call_of_a_thread(driver):
+def test_a_fetch_as_the_first_call_of_a_thread_gets_a_context(driver):
     fetched = fetch_of(driver)
     in_new_thread(fetched)
     assert driver.calls[-1] == "launch" and driver.calls.count("launch") == 2
 
 
-def test_a_fetch_in_a_thread_that_lost_its_context_has_it_again(driver):
+def test_a_fetch_restores_a_lost_driver_context(driver):
     fetched = fetch_of(driver)
 
     def work() -> None:
@@ -129,7 +129,7 @@ def test_a_fetch_in_a_thread_that_lost_its_context_has_it_again(driver):
     in_new_thread(work)
 
 
-def test_another_error_of_a_fetch_is_named(driver, monkeypatch):
+def test_a_failed_fetch_launch_raises_a_driver_error_with_its_code(driver, monkeypatch):
     monkeypatch.setattr(driver, "launch", lambda *arguments: 700)
     fetched = fetch_of(driver)
     with pytest.raises(api.DriverError, match="CUresult 700"):

@@ -99,7 +99,9 @@ def asks_for_captures(monkeypatch):
 @pytest.mark.parametrize("check", ["capture", "first", "always"])
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 @pytest.mark.parametrize("name", MODELS)
-def test_every_step_of_an_encoder_replays(name, mode, check, asks_for_captures):
+def test_every_encoder_step_on_the_cpu_is_replayed_without_quarantine(
+    name, mode, check, asks_for_captures
+):
     every_step_replays(name, "cpu", mode, check)
 
 
@@ -107,7 +109,7 @@ def test_every_step_of_an_encoder_replays(name, mode, check, asks_for_captures):
 @pytest.mark.parametrize("check", ["capture", "first", "always"])
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 @pytest.mark.parametrize("name", MODELS)
-def test_every_step_of_an_encoder_replays_on_a_gpu(name, mode, check):
+def test_every_encoder_step_on_a_gpu_is_replayed_without_quarantine(name, mode, check):
     every_step_replays(name, "cuda", mode, check)
 
 

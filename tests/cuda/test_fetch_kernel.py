@@ -93,7 +93,7 @@ def fills(draw, unit: int = 1) -> list[int]:
 @given(
     st.integers(0, NBYTES), st.integers(1, 2), st.one_of(fills(), fills(4), fills(8)), st.randoms()
 )
-def test_a_whole_payload_is_brought_and_what_is_padding_filled(nbytes, blocks, moves, order):
+def test_the_fetch_kernel_copies_a_whole_payload_and_fills_padding(nbytes, blocks, moves, order):
     both = Both()
     payload = torch.randint(0, 256, (NBYTES,), dtype=torch.uint8)
     moves = [
@@ -136,7 +136,7 @@ SOURCE = aligned(4096).random_(256)
 
 @settings(max_examples=15)
 @given(st.integers(1, 2), any_moves(SOURCE.data_ptr()), st.randoms())
-def test_moves_copy_repeat_and_fill_what_they_say_and_nothing_else(blocks, moves, order):
+def test_fetch_moves_copy_repeat_and_fill_only_their_own_bytes(blocks, moves, order):
     both = Both()
     payload = torch.randint(0, 256, (NBYTES,), dtype=torch.uint8)
     both.write(0, 0, len(moves) // 4, moves, payload)
@@ -145,7 +145,7 @@ def test_moves_copy_repeat_and_fill_what_they_say_and_nothing_else(blocks, moves
 
 
 @pytest.mark.parametrize("found", [4, RingFormat.NO_STEP])
-def test_another_steps_slot_moves_nothing_and_is_said(found):
+def test_a_ring_slot_of_another_step_is_not_copied_and_sets_the_error(found):
     both = Both()
     before = both.slabs[0].clone()
     both.write(0, found, RingFormat.WHOLE, [], torch.zeros(NBYTES, dtype=torch.uint8))
@@ -156,7 +156,7 @@ def test_another_steps_slot_moves_nothing_and_is_said(found):
     assert words[:3] == [0, 1, signed(found)]
 
 
-def test_steps_go_round_the_ring_in_any_order_of_blocks():
+def test_fetches_wrap_around_the_ring_in_any_order_of_blocks():
     both, order = Both(), random.Random(3)
     for step in range(2 * SLOTS + 1):
         payload = torch.full((NBYTES,), step + 1, dtype=torch.uint8)

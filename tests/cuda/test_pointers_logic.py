@@ -48,42 +48,42 @@ def found(graph=1):
 # The words of nodes -------------------------------------------------------------------------------
 
 
-def test_every_aligned_word_of_wide_arguments_is_found(driver):
+def test_every_aligned_address_in_wide_kernel_arguments_is_found(driver):
     count = struct.pack("<i", 4096)
     by_value = words(AT, 7, AT + 512) + struct.pack("<i", 3)
     driver(g1=[kernel(count, by_value, words(AT + 1024))])
     assert found() == ([(AT, AT + 512, AT + 1024)], 0)
 
 
-def test_lengths_and_what_no_machine_has_as_address_are_left_out(driver):
+def test_small_numbers_and_impossible_addresses_are_not_reported(driver):
     driver(g1=[kernel(words(1, 4096, (1 << 64) - 1, AT)), kernel(words(5), function=2)])
     assert found() == ([(AT,)], 0)
 
 
-def test_sizes_are_asked_for_once_for_each_function(driver):
+def test_argument_sizes_are_queried_once_per_kernel_function(driver):
     fake = driver(g1=[kernel(words(AT + place)) for place in range(9)])
     assert found() == ([(AT + place,) for place in range(9)], 0)
     assert fake.asked_sizes == 1
 
 
-def test_a_kernel_of_a_library_is_read_by_its_function(driver):
+def test_arguments_of_a_library_kernel_are_read(driver):
     driver(g1=[kernel(words(AT), function=1002)])
     assert found() == ([(AT,)], 0)
 
 
-def test_arguments_in_one_buffer_are_read_by_its_size(driver):
+def test_kernel_arguments_packed_in_a_buffer_are_read(driver):
     driver(g1=[kernel(words(AT, 3, AT + 8), packed=True)])
     assert found() == ([(AT, AT + 8)], 0)
 
 
-def test_copies_and_fills_are_read(driver):
+def test_addresses_in_memcpy_and_memset_nodes_are_read(driver):
     copy = Node(MEMCPY, [words(0, 0, 0, 0, 2, 0, AT, 0, 0, 64, 1).ljust(256, b"\0")])
     fill = Node(MEMSET, [words(AT + 64, 0, 0, 4, 16)])
     driver(g1=[copy, fill])
     assert found() == ([(AT,), (AT + 64,)], 0)
 
 
-def test_child_graphs_are_read_to_any_depth(driver):
+def test_addresses_in_nested_child_graphs_are_read(driver):
     driver(
         g1=[kernel(words(AT)), Node(CHILD, child=2)],
         g2=[Node(CHILD, child=3), kernel(words(AT + 8))],
@@ -92,12 +92,12 @@ def test_child_graphs_are_read_to_any_depth(driver):
     assert found() == ([(AT,), (AT + 8,), (AT + 16,)], 0)
 
 
-def test_an_empty_graph_has_nothing(driver):
+def test_an_empty_graph_has_no_addresses(driver):
     driver(g1=[], g2=[kernel()])
     assert found(1) == found(2) == ([], 0)
 
 
-def test_what_cannot_be_read_is_counted_and_never_raises(driver):
+def test_unreadable_nodes_are_counted_and_never_raise(driver):
     driver(
         g1=[
             kernel(words(AT)),
@@ -112,7 +112,7 @@ def test_what_cannot_be_read_is_counted_and_never_raises(driver):
     assert found() == ([(AT,)], 5)
 
 
-def test_kernels_are_unread_where_the_driver_does_not_tell_sizes(driver):
+def test_kernels_count_as_unread_if_the_driver_gives_no_sizes(driver):
     fake = driver(g1=[kernel(words(AT)), kernel(words(AT), function=2, packed=True)])
     fake.cuFuncGetParamInfo = None
     assert found() == ([(AT,)], 1)
@@ -128,7 +128,7 @@ class Graph:
         return self.template
 
 
-def test_the_platform_cannot_tell_without_a_driver_or_a_template(driver, monkeypatch):
+def test_pointers_are_unknown_without_a_driver_or_a_graph_template(driver, monkeypatch):
     platform = CudaPlatform()
     driver(g1=[kernel(words(AT))])
     assert platform.pointers(Graph(1)) == GraphPointers([(AT,)], 0)
@@ -146,7 +146,7 @@ def segment(address, *blocks, pool=(0, 0)):
     return {"address": address, "segment_pool_id": pool, "blocks": parts}
 
 
-def test_the_blocks_in_use_are_where_their_sizes_put_them():
+def test_memory_blocks_in_use_are_located_from_an_allocator_snapshot():
     used, free, pending = "active_allocated", "inactive", "active_pending_free"
     snapshot = [
         segment(AT, (512, 8, used), (1024, 0, free), (512, 500, used), (512, 512, pending)),
@@ -167,7 +167,7 @@ def block(place, asked=1000, **more):
     return MemoryBlock(AT + 1024 * place, AT + 1024 * (place + 1), asked, **more)
 
 
-def test_a_block_is_found_by_any_address_in_it_and_counted_once_a_node():
+def test_an_unknown_block_is_counted_once_per_node_that_points_inside():
     nodes = [(AT + 5, AT + 1023), (AT,), (AT + 1024,), (AT - 1, AT + 2048)]
     assert unknown_blocks(nodes, [block(1), block(0)], known=[]) == (
         UnknownBlock(AT, 1000, 2),
@@ -175,13 +175,13 @@ def test_a_block_is_found_by_any_address_in_it_and_counted_once_a_node():
     )
 
 
-def test_addresses_between_blocks_and_outside_of_all_are_nobodys():
+def test_addresses_outside_of_all_blocks_are_not_reported():
     nodes = [(1, AT + 1024, AT + 4096, 1 << 60)]
     assert unknown_blocks(nodes, [block(0), block(2)], known=[]) == ()
     assert unknown_blocks(nodes, [], known=[AT]) == ()
 
 
-def test_a_block_with_any_known_address_is_named():
+def test_a_block_that_holds_a_known_address_is_not_reported():
     nodes = [(AT, AT + 1024)]
     assert unknown_blocks(nodes, [block(0), block(1)], known=[AT + 300, 12]) == (
         UnknownBlock(AT + 1024, 1000, 1),
@@ -193,7 +193,7 @@ def test_memory_of_graph_pools_is_never_reported():
     assert unknown_blocks([(AT,)], [pooled], known=[]) == ()
 
 
-def test_a_block_of_a_librarys_size_is_reported_if_a_tensor_begins_in_it():
+def test_a_workspace_sized_block_is_reported_only_if_a_tensor_begins_inside():
     blocks = [block(0, may_be_internal=True), block(1, may_be_internal=True)]
     nodes = [(AT, AT + 1024)]
     assert unknown_blocks(nodes, blocks, known=[], tensors=lambda: [AT + 1024]) == (
@@ -201,7 +201,7 @@ def test_a_block_of_a_librarys_size_is_reported_if_a_tensor_begins_in_it():
     )
 
 
-def test_tensors_are_only_looked_for_where_it_matters():
+def test_live_tensors_are_searched_only_for_unknown_workspace_sized_blocks():
     def tensors():
         raise AssertionError("asked")
 
@@ -210,7 +210,7 @@ def test_tensors_are_only_looked_for_where_it_matters():
     assert unknown == (UnknownBlock(AT, 1000, 1),)
 
 
-def test_all_tensors_of_python_are_found_and_what_has_no_memory_is_passed_over():
+def test_tensor_addresses_has_all_live_tensors_and_skips_tensors_without_memory():
     held = [torch.zeros(4), torch.nn.Parameter(torch.zeros(4)), torch.zeros(8)[3:]]
     odd = [torch.empty(4, device="meta"), torch.zeros(2, 2).to_sparse(), torch.empty(0)]
     gc.collect()
@@ -219,7 +219,7 @@ def test_all_tensors_of_python_are_found_and_what_has_no_memory_is_passed_over()
     assert 0 not in addresses and odd
 
 
-def test_tensors_of_a_trace_are_passed_over_without_a_warning():
+def test_tensor_addresses_skips_fake_tensors_without_a_warning():
     with FakeTensorMode():
         fake = torch.ones(4)
     with warnings.catch_warnings():
@@ -240,7 +240,7 @@ class Told(CpuPlatform):
         return self.blocks or None
 
 
-def test_nodes_of_several_graphs_are_counted_together():
+def test_nodes_of_several_graphs_are_summed_per_unknown_block():
     graphs = [GraphPointers([(AT,), (AT + 1024,)], 1), GraphPointers([(AT + 8, AT + 2048)], 2)]
     unknown = unknown_memory(Told(block(0), block(1), block(2)), graphs, known=[AT + 1024])
     assert unknown.blocks == (UnknownBlock(AT, 1000, 2), UnknownBlock(AT + 2048, 1000, 1))
@@ -248,7 +248,7 @@ def test_nodes_of_several_graphs_are_counted_together():
     assert str(unknown.blocks[0]) == "1000 bytes at 0x7f1000000000, in 2 nodes"
 
 
-def test_nothing_is_told_where_the_platform_cannot():
+def test_unknown_memory_is_not_reported_where_the_platform_cannot_tell():
     known = GraphPointers([], 0)
     assert unknown_memory(Told(block(0)), [known, None], known=[]) is None
     assert unknown_memory(Told(), [known], known=[]) is None
@@ -305,7 +305,7 @@ def unknown_of(runner):
     return runner.graphs.unknown_memory()
 
 
-def test_what_warm_ups_used_and_inputs_are_known_and_the_rest_is_named():
+def test_memory_that_neither_warm_ups_nor_inputs_used_is_reported_by_name():
     model, stranger = Scaled(), torch.zeros(7)
     with pointing_runner(model) as runner:
         assert unknown_of(runner) is None
@@ -321,7 +321,7 @@ def test_what_warm_ups_used_and_inputs_are_known_and_the_rest_is_named():
         assert {each.nodes for each in some.blocks} == {1}
 
 
-def test_nothing_is_told_of_what_nobody_watched():
+def test_unknown_memory_is_not_reported_with_checks_off():
     with pointing_runner(Scaled(), check="off") as runner:
         runner.capture()
         assert unknown_of(runner) is None

@@ -58,7 +58,7 @@ def at(row):
 
 
 @pytest.mark.parametrize("issue", [attention, mixed])
-def test_one_layer_is_issued_for_all_once_two_sets_were_compared(issue):
+def test_a_single_layer_is_issued_for_all_after_two_value_sets_agreed(issue):
     fake = Fake(issue, at(0))
     assert [fake.step(at(row)) for row in (1, 2, 3, 4, 5)] == [4, 4, 1, 1, 1]
     assert fake.right()
@@ -69,7 +69,7 @@ def test_one_layer_is_issued_for_all_once_two_sets_were_compared(issue):
 
 
 @pytest.mark.parametrize("issue", [attention, mixed, shrinking])
-def test_every_step_has_what_issuing_each_layer_would_make(issue):
+def test_every_step_equals_issuing_each_layer_separately(issue):
     chosen = random.Random(0)
     fake = Fake(issue, at(0), layers=5)
     for _ in range(400):
@@ -81,7 +81,7 @@ def test_every_step_has_what_issuing_each_layer_would_make(issue):
     assert fake.counts.shared_patches and fake.counts.memo_hits
 
 
-def test_parameters_are_remembered_by_values_and_nodes_that_have_them_are_left():
+def test_parameters_are_memoized_by_value_and_unchanged_nodes_are_not_patched():
     fake = Fake(attention, at(0))
     for row in (1, 2, 3, 4):
         fake.step(at(row))
@@ -95,7 +95,7 @@ def test_parameters_are_remembered_by_values_and_nodes_that_have_them_are_left()
     assert fake.step({"row": 4, "extra": object()}) == 1
 
 
-def test_no_more_sets_are_remembered_than_allowed():
+def test_the_number_of_memoized_parameter_sets_is_bounded():
     fake = Fake(attention, at(0))
     for row in range(1, REMEMBERED + 40):
         fake.step(at(row))
@@ -103,7 +103,7 @@ def test_no_more_sets_are_remembered_than_allowed():
     assert fake.step(at(REMEMBERED + 39)) == 0
 
 
-def test_a_set_that_changes_nothing_proves_nothing():
+def test_a_value_set_without_changed_parameters_does_not_count_as_comparison():
     fake = Fake(attention, at(3))
     extra = [{"row": 3, "extra": number} for number in range(3)]
     assert [fake.step(values) for values in extra] == [4, 4, 4]
@@ -122,7 +122,7 @@ def moving(layer, values):
 
 
 @pytest.mark.parametrize(("issue", "checks"), [(scaled, 1), (moving, 1)])
-def test_layers_that_differ_in_what_changes_are_issued_each(issue, checks):
+def test_layers_whose_parameters_change_differently_are_issued_separately(issue, checks):
     fake = Fake(issue, at(0))
     for row in (1, 2, 3, 4):
         assert fake.step(at(row)) == 4
@@ -133,7 +133,7 @@ def test_layers_that_differ_in_what_changes_are_issued_each(issue, checks):
     assert counts.shared_patches == 0
 
 
-def test_a_set_that_changes_an_own_word_goes_to_each_layer():
+def test_values_that_change_a_layers_own_parameter_are_issued_per_layer():
     def issue(layer, values):
         moved = 16 if values["row"] > 10 else 0
         return (kernel(struct.pack("<Qi", ADDRESS + 0x1000 * layer + moved, values["row"])),)
@@ -146,7 +146,7 @@ def test_a_set_that_changes_an_own_word_goes_to_each_layer():
     assert fake.right()
 
 
-def test_another_kernel_with_other_arguments_goes_to_each_layer():
+def test_a_switch_to_another_kernel_is_issued_per_layer():
     def issue(layer, values):
         out = struct.pack("<Q", ADDRESS + 0x1000 * layer)
         if values["row"] < 10:
@@ -159,7 +159,7 @@ def test_another_kernel_with_other_arguments_goes_to_each_layer():
         assert fake.right()
 
 
-def test_only_tasks_that_are_alike_are_compared():
+def test_only_tasks_of_the_same_kind_are_compared():
     fake = Fake(scaled, at(0), kin=lambda layer: f"kind {layer % 2}")
     fake.step(at(1))
     assert fake.counts.self_checks == 2
@@ -168,7 +168,7 @@ def test_only_tasks_that_are_alike_are_compared():
     assert alone.right() and alone.counts.self_checks == 0
 
 
-def test_a_task_that_raises_sets_nothing_and_the_next_step_is_right():
+def test_a_raising_task_sets_no_parameter_and_the_next_step_is_right():
     fail = []
 
     def issue(layer, values):
@@ -210,7 +210,7 @@ def steps_of(calls):
         ),
     ],
 )
-def test_the_driver_is_asked_in_order(issue, refuse, ends, counted):
+def test_a_refused_node_update_falls_back_in_the_documented_order(issue, refuse, ends, counted):
     fake = Fake(issue, at(0))
     for row in (1, 2, 3):
         fake.step(at(row))
@@ -233,7 +233,7 @@ def test_the_driver_is_asked_in_order(issue, refuse, ends, counted):
 
 
 @pytest.mark.parametrize("last", ["can_instantiate", "set_template"])
-def test_a_graph_for_which_no_way_is_left_is_given_up(last):
+def test_a_graph_with_every_update_way_refused_raises_at_all_later_steps(last):
     fake = Fake(attention, at(0))
     fake.step(at(1))
     fake.calls.refuse = {"set_kernel", "update_whole", last}
@@ -246,7 +246,7 @@ def test_a_graph_for_which_no_way_is_left_is_given_up(last):
     assert fake.calls.made == [] and fake.counts.failed == 2
 
 
-def test_a_round_that_is_interrupted_is_set_anew(monkeypatch):
+def test_an_interrupted_update_is_set_again_at_the_next_step(monkeypatch):
     fake = Fake(attention, at(0))
     for row in (1, 2, 3):
         fake.step(at(row))
@@ -266,7 +266,7 @@ def test_a_round_that_is_interrupted_is_set_anew(monkeypatch):
     assert fake.right()
 
 
-def test_figures_are_none_until_there_is_a_task():
+def test_update_figures_are_absent_before_the_first_task():
     assert UpdateCounts().figures() is None
     fake = Fake(attention, at(0))
     fake.step(at(1))
@@ -277,7 +277,7 @@ def test_figures_are_none_until_there_is_a_task():
 # Pieces ------------------------------------------------------------------------------------------
 
 
-def test_a_patched_setting_is_the_prediction():
+def test_patched_kernel_parameters_equal_the_predicted_parameters():
     chosen = random.Random(1)
     for _ in range(200):
         sizes = [chosen.choice([1, 2, 4, 8, 12, 24, 128]) for _ in range(chosen.randint(0, 5))]
@@ -306,11 +306,11 @@ def test_a_patched_setting_is_the_prediction():
             assert read(KERNEL, settings[layer].reference) == patched(layers[layer], own, source)
 
 
-def test_arguments_of_other_sizes_cannot_be_patched():
+def test_kernel_arguments_of_different_sizes_cannot_be_patched():
     assert patched(kernel(b"1234"), frozenset(), kernel(b"12345678")) is None
 
 
-def test_keys_tell_types_apart_and_refuse_what_is_not_plain():
+def test_memo_keys_distinguish_types_and_reject_values_that_are_not_plain():
     values = [1, 1.0, True, 0.0, -0.0, None, "1", [1], (1,), [1.0], [True], [], [1, None]]
     assert len({key_of({"a": value}) for value in values}) == len(values)
     assert key_of({"a": [1, 2]}) == key_of({"a": [1, 2]})
@@ -343,14 +343,14 @@ def homes_of(*tensors):
         (1 << 40, ADDRESS, False),  # was no address
     ],
 )
-def test_an_address_may_move_within_its_block_or_the_captured_tensors(old, new, strange):
+def test_an_address_may_move_only_within_its_block_or_captured_tensors(old, new, strange):
     homes = homes_of((ADDRESS + 512, ADDRESS + 640))
     before, now = (kernel(b"abcd", struct.pack("<iiQ", 1, 2, each)) for each in (old, new))
     strange_one = strange_address(homes, (before,), (now,))
     assert strange_one == (new if strange else None)
 
 
-def test_contract_errors_name_the_task():
+def test_a_task_contract_error_names_the_task():
     from graphrt.cuda.update.tasks import refused
 
     fake = Fake(attention, at(0))
@@ -360,7 +360,7 @@ def test_contract_errors_name_the_task():
 
 
 @pytest.mark.parametrize("refuse", [set(), {"set_kernel"}, {"set_kernel", "update_whole"}])
-def test_launches_that_are_not_needed_are_switched_off_and_on_again(refuse):
+def test_unneeded_kernel_launches_are_disabled_and_enabled_again(refuse):
     fake = Fake(shrinking, at(0))
     for row in (1, 3, 2, 6, 6, 4, 9):
         fake.calls.refuse = set(refuse)
@@ -369,7 +369,7 @@ def test_launches_that_are_not_needed_are_switched_off_and_on_again(refuse):
         assert len(fake.calls.off) == (4 if row % 3 == 0 else 0)
 
 
-def test_a_graph_whose_nodes_cannot_be_switched_off_is_given_up():
+def test_a_graph_whose_nodes_cannot_be_disabled_raises():
     fake = Fake(shrinking, at(0))
     fake.calls.refuse = {"set_enabled"}
     with pytest.raises(TaskError):

@@ -26,7 +26,7 @@ def segment(stream: int, *blocks: tuple[str, int]) -> dict[str, Any]:
     }
 
 
-def test_streams_of_blocks_in_use_that_have_the_size_of_a_workspace():
+def test_streams_with_a_workspace_are_found_by_blocks_of_its_size():
     streams = workspaces.streams_with_workspaces(
         [
             segment(1, ("active_allocated", 512), ("active_allocated", SIZE)),
@@ -62,7 +62,7 @@ class Asked:
     ("left", "calls"),
     [(True, [("pool", [1]), ("outside", [2])]), (False, [("outside", [2])])],
 )
-def test_after_a_reset_workspaces_are_asked_for_where_they_were(left, calls, monkeypatch):
+def test_after_a_reset_workspaces_are_allocated_again_on_the_same_streams(left, calls, monkeypatch):
     """1 is graphrt's, with a workspace in the pool; 2 the host's, without; 3 has none."""
     monkeypatch.setattr(workspaces, "_hosts", {(0, 2)})
     memory = cuda_memory.GraphMemory.__new__(cuda_memory.GraphMemory)

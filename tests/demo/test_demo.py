@@ -40,7 +40,7 @@ def rows_of(text):
         ("NONE", "NONE", "NONE"),
     ],
 )
-def test_every_mode_is_equal_and_uses_its_graphs(mode, decode, mixed):
+def test_the_demo_in_every_mode_equals_eager_and_uses_its_graphs(mode, decode, mixed):
     code, text = demo(mode=mode)
     assert code == 0
     assert text.rstrip().endswith("no graph was replayed" if mode == "NONE" else ": equal")
@@ -51,21 +51,21 @@ def test_every_mode_is_equal_and_uses_its_graphs(mode, decode, mixed):
 
 
 @pytest.mark.parametrize("raw", [LLAMA, QWEN3], ids=["llama", "qwen3"])
-def test_a_checkpoint(tmp_path, raw):
+def test_the_demo_runs_a_checkpoint_without_tokenizer_on_plain_bytes(tmp_path, raw):
     write(tmp_path, raw)
     code, text = demo(model=tmp_path)
     assert code == 0
     assert "as plain bytes" in " ".join(text.split())
 
 
-def test_eager_captures_nothing():
+def test_the_demo_with_eager_replays_no_graph():
     code, text = demo(eager=True)
     assert code == 0
     assert {name for name, _ in rows_of(text)} == {"NONE"}
     assert "torch.equal" not in text
 
 
-def test_prompts_file(tmp_path):
+def test_a_prompts_file_that_is_missing_or_too_long_is_refused(tmp_path):
     file = tmp_path / "prompts"
     file.write_text("one [bold]\n\ntwo\n")
     _, text = demo(prompts=file, eager=True)
@@ -81,12 +81,12 @@ def test_prompts_file(tmp_path):
         demo(prompts=file)
 
 
-def test_a_model_that_is_none(tmp_path):
+def test_a_model_folder_without_config_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"config\.json is missing"):
         demo(model=tmp_path)
 
 
-def test_a_difference_is_told_and_is_exit_code_one(monkeypatch):
+def test_a_difference_from_eager_prints_not_equal_and_exits_with_1(monkeypatch):
     def forged(setup, options, **rest):
         run = honest(setup, options, **rest)
         if rest.get("eager"):
@@ -100,7 +100,7 @@ def test_a_difference_is_told_and_is_exit_code_one(monkeypatch):
     assert " 1 differ (torch.equal)" in text and text.rstrip().endswith("NOT EQUAL")
 
 
-def test_graphs_are_tried_as_they_are_captured_and_not_by_the_steps_that_are_served(monkeypatch):
+def test_demo_graphs_are_tried_at_capture_and_not_in_served_steps(monkeypatch):
     made = []
 
     def kept(setup, options):
@@ -128,7 +128,7 @@ def step(mode=GraphMode.FULL, size=4, tokens=3, logits=None):
     return StepRecord(dispatch, tokens, tokens, 0.5, logits)
 
 
-def test_compare_counts_what_differs():
+def test_compare_counts_differing_rows_steps_and_nan():
     ones = torch.ones(3, 5)
     run = Run([[1, 2], [3]], [step(logits=ones)])
     assert compare(run, Run([[1, 2], [3]], [step(logits=ones.clone())])).equal
@@ -144,7 +144,7 @@ def test_compare_counts_what_differs():
     assert not compare(nan, nan).equal
 
 
-def test_steps_are_grouped_and_speed_is_generated_tokens_per_second():
+def test_demo_steps_are_grouped_and_speed_counts_generated_tokens_per_second():
     steps = [step(size=8), step(GraphMode.PIECEWISE), step(), step(size=8)]
     groups = group_steps(steps)
     assert [(g[0].dispatch.mode.name, len(g)) for g in groups] == [

@@ -14,7 +14,7 @@ from tests.demo.tiny_checkpoints import CONFIGS, LLAMA, QWEN3, decoder_config, r
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("shards", [1, 3])
-def test_round_trip(tmp_path, name, shards):
+def test_a_written_checkpoint_loads_with_equal_config_and_weights(tmp_path, name, shards):
     weights = write(tmp_path, CONFIGS[name], shards=shards)
     checkpoint = load_checkpoint(tmp_path)
     assert checkpoint.config == decoder_config(CONFIGS[name])
@@ -22,7 +22,7 @@ def test_round_trip(tmp_path, name, shards):
     assert all(torch.equal(checkpoint.weights[key], weights[key]) for key in weights)
 
 
-def test_dtype_and_eos(tmp_path):
+def test_load_checkpoint_converts_dtype_and_reads_eos_ids(tmp_path):
     write(tmp_path / "one", LLAMA)
     write(tmp_path / "many", QWEN3)
     (tmp_path / "many" / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
@@ -32,7 +32,7 @@ def test_dtype_and_eos(tmp_path):
     assert load_checkpoint(tmp_path / "many").eos_ids == {7, 8}
 
 
-def test_seeded_model_is_the_same_for_a_seed():
+def test_seeded_weights_are_equal_for_equal_seeds_only():
     one, two, other = seeded_checkpoint(3), seeded_checkpoint(3), seeded_checkpoint(4)
     assert all(torch.equal(one.weights[key], two.weights[key]) for key in one.weights)
     name = "model.embed_tokens.weight"
@@ -57,7 +57,7 @@ CONFIG_ERRORS = {
 
 
 @pytest.mark.parametrize(("raw", "key"), CONFIG_ERRORS.values(), ids=CONFIG_ERRORS)
-def test_config_errors_name_the_file_and_the_key(tmp_path, raw, key):
+def test_an_invalid_checkpoint_config_names_the_file_and_key(tmp_path, raw, key):
     (tmp_path / "config.json").write_text(json.dumps(raw))
     with pytest.raises(CheckpointError) as caught:
         load_checkpoint(tmp_path)
@@ -126,7 +126,7 @@ FILE_ERRORS = {
 
 
 @pytest.mark.parametrize(("shards", "damage", "file", "key"), FILE_ERRORS.values(), ids=FILE_ERRORS)
-def test_file_errors_name_the_file_and_the_key(tmp_path, shards, damage, file, key):
+def test_a_damaged_checkpoint_file_names_the_file_and_key(tmp_path, shards, damage, file, key):
     write(tmp_path, LLAMA, shards=shards)
     damage(tmp_path)
     with pytest.raises(CheckpointError) as caught:

@@ -59,7 +59,7 @@ def finish(engine, limit=2000):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_random_load(seed):
+def test_a_random_load_generates_right_tokens_and_frees_all_pages(seed):
     rng = random.Random(seed)
     limits = EngineLimits(
         max_num_reqs=rng.randint(1, 6),
@@ -94,7 +94,7 @@ def test_mixed_batches_put_decode_first_and_chunk_long_prompts():
     assert any(len(set(counts)) > 1 for counts in runner.batches)
 
 
-def test_eos_ends_a_request():
+def test_an_eos_token_ends_a_request():
     limits = EngineLimits()
     engine = Engine(CheckingRunner(limits), limits, eos_ids={7})
     request = engine.submit([3], 30)
@@ -102,7 +102,7 @@ def test_eos_ends_a_request():
     assert request.generated == [4, 5, 6, 7]
 
 
-def test_the_context_ends_a_request():
+def test_a_request_ends_when_the_context_is_full():
     limits = EngineLimits(context=16)
     engine = Engine(CheckingRunner(limits), limits)
     request = engine.submit([0] * 15, 30)
@@ -110,7 +110,7 @@ def test_the_context_ends_a_request():
     assert len(request.tokens) == 16
 
 
-def test_a_request_waits_for_pages():
+def test_a_request_without_free_pages_waits_and_then_finishes():
     limits = EngineLimits(max_num_reqs=4, context=32, page_size=16, num_pages=3)
     engine = Engine(CheckingRunner(limits), limits)
     requests = [engine.submit([1] * 20, 5) for _ in range(3)]
@@ -121,13 +121,13 @@ def test_a_request_waits_for_pages():
 
 
 @pytest.mark.parametrize(("prompt", "new"), [([], 1), ([1] * 256, 1), ([1] * 300, 1), ([1], 0)])
-def test_what_cannot_fit_the_context_is_refused_by_name(prompt, new):
+def test_a_prompt_that_cannot_fit_the_context_is_refused(prompt, new):
     limits = EngineLimits()
     with pytest.raises(InvalidBatchError, match=f"{len(prompt)} prompt tokens"):
         Engine(CheckingRunner(limits), limits).submit(prompt, new)
 
 
-def test_what_cannot_fit_the_cache_is_refused_by_name():
+def test_a_request_that_cannot_fit_the_cache_is_refused():
     limits = EngineLimits(num_pages=3)
     engine = Engine(CheckingRunner(limits), limits)
     engine.submit([1] * 20, 12)
@@ -135,7 +135,7 @@ def test_what_cannot_fit_the_cache_is_refused_by_name():
         engine.submit([1] * 20, 13)
 
 
-def test_logits_are_kept_only_if_asked():
+def test_the_engine_keeps_logits_only_if_asked():
     limits = EngineLimits()
     for keep in (False, True):
         engine = Engine(CheckingRunner(limits), limits, keep_logits=keep)

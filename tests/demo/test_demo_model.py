@@ -50,7 +50,7 @@ OTHER = [11, 12, 13, 200, 1, 77]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_every_prefix_length_equals_the_reference(name):
+def test_decoder_logits_equal_the_reference_at_every_prefix_length(name):
     decoder, weights, cache = build(CONFIGS[name])
     expected = reference_logits(CONFIGS[name], weights, IDS)
     for length in (1, 2, 6, len(IDS)):
@@ -60,7 +60,7 @@ def test_every_prefix_length_equals_the_reference(name):
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("chunk", [1, 3, 4])
-def test_chunks_and_decode_equal_the_reference(name, chunk):
+def test_chunked_prefill_and_decode_equal_the_reference(name, chunk):
     decoder, weights, cache = build(CONFIGS[name])
     expected = reference_logits(CONFIGS[name], weights, IDS)
     pages = [7, 2, 4, 6]
@@ -71,7 +71,7 @@ def test_chunks_and_decode_equal_the_reference(name, chunk):
         torch.testing.assert_close(got[0].double(), want, rtol=1e-3, atol=1e-3)
 
 
-def test_mixed_batch_equals_the_reference_and_padding_changes_no_live_page():
+def test_a_padded_mixed_batch_equals_the_reference_and_leaves_other_pages():
     raw = CONFIGS["qwen3"]
     decoder, weights, cache = build(raw)
     first, second = (reference_logits(raw, weights, ids) for ids in (IDS, OTHER))
@@ -88,7 +88,7 @@ def test_mixed_batch_equals_the_reference_and_padding_changes_no_live_page():
     assert torch.equal(padded[:, :, 8:], cache[:, :, 8:])
 
 
-def test_all_padding_is_a_valid_batch():
+def test_a_batch_of_padding_alone_gives_finite_logits():
     decoder, _, cache = build(CONFIGS["llama"])
     zeros = torch.zeros(8, dtype=torch.int64)
     out = decoder(
@@ -101,7 +101,7 @@ def test_all_padding_is_a_valid_batch():
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_same_logits_as_transformers(name, tmp_path):
+def test_demo_logits_equal_those_of_transformers(name, tmp_path):
     reason = "transformers is not installed: reference_logits, written apart, stands in for it"
     transformers = pytest.importorskip("transformers", reason=reason)
     write(tmp_path, CONFIGS[name])

@@ -13,7 +13,7 @@ from graphrt.demo.tokenizer import Tokenizer
 
 
 @pytest.mark.parametrize("text", ["", "Hello", "déjà vu", "図 🙂", "line\nline"])
-def test_bytes_round_trip(text):
+def test_the_byte_tokenizer_decodes_what_was_encoded(text):
     tokenizer = Tokenizer(None, 258)
     ids = tokenizer.encode(text)
     assert ids == [BEGIN, *text.encode()]
@@ -21,7 +21,7 @@ def test_bytes_round_trip(text):
     assert tokenizer.notice is None
 
 
-def test_bytes_that_are_no_text_are_replaced():
+def test_decoding_invalid_utf8_bytes_gives_replacement_characters():
     assert Tokenizer(None, 258).decode([0xC3]) == "�"
 
 
@@ -31,7 +31,7 @@ def write_tokenizer(directory):
     file.save(str(directory / "tokenizer.json"))
 
 
-def test_tokenizer_json(tmp_path):
+def test_a_tokenizer_json_of_the_checkpoint_is_used(tmp_path):
     write_tokenizer(tmp_path)
     tokenizer = Tokenizer(tmp_path, 10)
     assert tokenizer.encode("hello there world") == [1, 0, 9]
@@ -39,13 +39,13 @@ def test_tokenizer_json(tmp_path):
     assert tokenizer.notice is None
 
 
-def test_without_a_file_a_checkpoint_gets_bytes_and_a_notice(tmp_path):
+def test_a_checkpoint_without_tokenizer_json_uses_bytes_with_a_notice(tmp_path):
     tokenizer = Tokenizer(tmp_path, 300)
     assert tokenizer.encode("a") == [97]
     assert str(tmp_path / "tokenizer.json") in tokenizer.notice
 
 
-def test_vocabulary_too_small(tmp_path):
+def test_a_vocabulary_too_small_for_the_tokenizer_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="byte tokenizer"):
         Tokenizer(tmp_path, 255)
     write_tokenizer(tmp_path)
@@ -53,7 +53,7 @@ def test_vocabulary_too_small(tmp_path):
         Tokenizer(tmp_path, 9)
 
 
-def test_broken_file(tmp_path):
+def test_a_broken_tokenizer_json_is_refused_by_name(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
         Tokenizer(tmp_path, 300)

@@ -34,25 +34,25 @@ def check(scenario: type[World], make: Callable[[], Platform], count: int | None
 
 
 @pytest.mark.parametrize("name", ON_CPU)
-def test_a_fault_leaves_nothing_half_done(name):
+def test_after_an_injected_fault_the_runner_serves_and_leaks_nothing(name):
     check(ON_CPU[name], maker_of("cpu"), 2)
 
 
 @pytest.mark.parametrize("name", ON_CPU)
-def test_an_interrupt_while_a_fault_is_undone_leaves_nothing_half_done(name):
+def test_an_interrupt_during_the_undo_of_a_fault_leaves_the_runner_usable(name):
     harness = Harness(ON_CPU[name], maker_of("cpu"))
     findings = [harness.inject(fault) for fault in harness.doubled(4)]
     assert findings and not [str(each) for each in findings if each.wrong]
 
 
-def test_a_copy_without_memory_in_a_capture_leaves_state_as_it_was():
+def test_a_failed_state_copy_in_a_capture_leaves_state_unchanged():
     harness = Harness(ON_CPU["CaptureFull"], maker_of("cpu"))
     for at in {fault.at for fault in harness.faults() if fault.kind == "copy"}:
         finding = harness.inject(Fault("copy", at, "memory"))
         assert not finding.wrong, str(finding)
 
 
-def test_an_interrupt_while_a_restore_that_failed_is_undone_leaves_state_as_it_was():
+def test_an_interrupt_during_a_failed_restore_leaves_state_unchanged():
     harness = Harness(ON_CPU["CaptureNext"], maker_of("cpu"))
     copies = {fault.at for fault in harness.faults() if fault.kind == "copy"}
     for at in copies:
@@ -62,24 +62,24 @@ def test_an_interrupt_while_a_restore_that_failed_is_undone_leaves_state_as_it_w
 
 
 @pytest.mark.parametrize("name", COMPILED)
-def test_a_fault_in_a_compiled_module_leaves_nothing_half_done(name):
+def test_after_a_fault_a_compiled_module_serves_and_leaks_nothing(name):
     check(COMPILED[name], maker_of("cpu"), 2)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", {**ON_CPU, **COMPILED})
-def test_every_fault_leaves_nothing_half_done(name):
+def test_after_every_possible_fault_the_runner_serves_and_leaks_nothing(name):
     check({**ON_CPU, **COMPILED}[name], maker_of("cpu"), None)
 
 
 @pytest.mark.npu
 @pytest.mark.parametrize("name", ON_CPU)
-def test_a_fault_on_an_npu_leaves_nothing_half_done(name, npu):
+def test_after_a_fault_on_an_npu_the_runner_serves_and_leaks_nothing(name, npu):
     check(ON_CPU[name], npu, 3)
 
 
 @pytest.mark.npu
-def test_every_fault_in_an_update_on_an_npu_leaves_no_signal_behind(npu):
+def test_every_fault_in_a_task_update_on_an_npu_leaves_no_signal_set(npu):
     check(TaskStep, npu, None)
 
 
@@ -90,13 +90,13 @@ def npu() -> Callable[[], Platform]:
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("name", {**SCENARIOS, **SHARING, **COMPILED})
-def test_a_fault_on_a_gpu_leaves_nothing_half_done(name):
+def test_after_a_fault_on_a_gpu_the_runner_serves_and_leaks_nothing(name):
     check(scenarios_of("cuda")[name], maker_of("cuda"), 24)
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("room_mib", [0, 2, 4, 8, 24, 40])
-def test_a_gpu_without_room_drops_graphs_or_says_so(room_mib):
+def test_a_capture_on_a_full_gpu_drops_graphs_or_raises(room_mib):
     world = CaptureFull(maker_of("cuda")())
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
@@ -117,7 +117,7 @@ def test_a_gpu_without_room_drops_graphs_or_says_so(room_mib):
     world.close()
 
 
-def test_a_driver_that_counts_is_called_as_the_driver_itself_is():
+def test_the_counting_driver_passes_calls_on_to_the_real_driver():
     faults, text = Faults("cuda"), ctypes.create_string_buffer(b"seven c")
     driver = Driver(faults, ctypes.CDLL(None))
     # As the ring's launch is: a function of its own, with the types of its arguments.

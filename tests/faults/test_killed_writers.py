@@ -43,7 +43,7 @@ def kill_while(write_once: Callable[[], None], after_s: float) -> None:
 
 
 @pytest.mark.draws
-def test_a_plan_is_the_one_before_or_the_new_one(tmp_path: Path):
+def test_a_killed_plan_writer_leaves_the_old_or_the_new_plan(tmp_path: Path):
     target = tmp_path / "plan.json"
     plans = [Plan(mode="FULL", sizes=[1, 2]), Plan(mode="FULL", sizes=list(range(1, 200)))]
     plans[0].save(target)
@@ -56,7 +56,7 @@ def test_a_plan_is_the_one_before_or_the_new_one(tmp_path: Path):
 
 
 @pytest.mark.draws
-def test_a_cache_entry_is_whole_or_a_miss(tmp_path: Path):
+def test_a_killed_cache_writer_leaves_a_whole_entry_or_a_miss(tmp_path: Path):
     directory = tmp_path / "cache"
 
     def write_and_remove() -> None:

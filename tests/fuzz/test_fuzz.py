@@ -25,17 +25,17 @@ def _check(counts: Counts) -> None:
     assert counts.hits > counts.total  # else they prove little
 
 
-def test_a_seed_gives_the_same_program_each_time() -> None:
+def test_a_fuzz_seed_gives_the_same_program_each_time() -> None:
     assert [grown(seed) for seed in range(5)] == [grown(seed) for seed in range(5)]
 
 
 @pytest.mark.draws
-def test_random_programs_are_right_or_named() -> None:
+def test_random_programs_give_eager_results_or_a_named_error() -> None:
     _check(counted(range(25 * MORE)))
 
 
 @pytest.mark.long
-def test_thousands_of_random_programs_are_right_or_named() -> None:
+def test_thousands_of_random_programs_give_eager_results_or_a_named_error() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.fuzz", "--count=5000"], cwd=ROOT, capture_output=True
     )
@@ -43,12 +43,14 @@ def test_thousands_of_random_programs_are_right_or_named() -> None:
 
 
 @pytest.mark.cuda
-def test_random_programs_on_a_gpu_are_right_or_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_programs_on_a_gpu_give_eager_results_or_a_named_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     _check(counted(range(1000), "cuda"))
 
 
-def test_a_bridge_that_is_not_filled_is_found_and_made_small(
+def test_the_fuzzer_finds_and_minimises_a_planted_unfilled_bridge_buffer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """That the programs can find something: replays leave results of eager parts where they are."""
@@ -63,7 +65,7 @@ def test_a_bridge_that_is_not_filled_is_found_and_made_small(
     assert len(small.body) <= len(program_of(number).body)
 
 
-def test_a_printed_program_runs_by_itself(tmp_path: Path) -> None:
+def test_a_printed_fuzz_program_runs_as_a_script(tmp_path: Path) -> None:
     file = tmp_path / "program.py"
     file.write_text(printed(program_of(3)))
     done = starts.run(str(file), cwd=ROOT, env={"PYTHONPATH": str(ROOT), "PATH": ""})

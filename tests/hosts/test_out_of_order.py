@@ -38,7 +38,7 @@ def test_paged_attention_equals_eager(first, asks_each_step):
     ],
     ids=["negative", "too long", "too few"],
 )
-def test_lengths_that_would_end_the_queue_of_launches_are_named_before(wrong, says, first):
+def test_lengths_that_would_end_the_launch_queue_are_refused_before_launch(wrong, says, first):
     runner = made(operate=host.paged_operator)
     lens = runner.fill(8)
     with pytest.raises(InvalidUpdateError, match=says):
@@ -47,7 +47,7 @@ def test_lengths_that_would_end_the_queue_of_launches_are_named_before(wrong, sa
     assert runner.differs(6, first=first) == []
 
 
-def test_of_two_wrappers_over_the_same_params_the_launched_one_is_updated():
+def test_two_wrappers_sharing_params_each_update_their_own_graph():
     engine = Host()
     one, other = Runner(engine=engine), Runner(engine=engine, seed=5)
     other.params = engine._graph_params = one.params
@@ -74,7 +74,7 @@ def launched(runner: Runner) -> None:
     ],
     ids=["clear", "pop", "popitem", "assign"],
 )
-def test_sleep_while_a_step_waits_for_its_update_is_named_and_destroys_nothing(clear):
+def test_clearing_graphs_while_a_step_waits_for_its_update_raises(clear):
     runner = made()
     launched(runner)
     with pytest.raises(MissingUpdateError, match="got none"):
@@ -86,7 +86,7 @@ def test_sleep_while_a_step_waits_for_its_update_is_named_and_destroys_nothing(c
     assert len(runner.wrapper._graphs.entries) < 2
 
 
-def test_an_engine_may_be_thrown_away_while_a_step_waits():
+def test_an_engine_can_be_deleted_while_a_step_waits_for_its_update():
     runner = made()
     launched(runner)
     del runner
@@ -95,7 +95,7 @@ def test_an_engine_may_be_thrown_away_while_a_step_waits():
     assert made().differs(3) == []
 
 
-def test_graphs_are_taken_out_one_by_one_and_put_in_never():
+def test_the_graph_entries_allow_removal_but_no_insertion():
     runner = made()
     entries = runner.wrapper.concrete_aclgraph_entries
     key, entry = entries.popitem()
@@ -116,7 +116,7 @@ def test_graphs_are_taken_out_one_by_one_and_put_in_never():
 
 
 @pytest.mark.parametrize("updated_again", [False, True])
-def test_an_update_ahead_counts_for_its_own_graph_in_a_context_that_is_used_twice(updated_again):
+def test_an_update_ahead_of_launch_is_used_only_by_its_own_graph(updated_again):
     runner = made()
     context = runner.context(Key(4), Mode.FULL, runner.fill(4))
     lens = runner.fill(8)

@@ -33,6 +33,6 @@ def run(*arguments: str) -> str:
 
 
 @pytest.mark.long
-def test_its_attention_decodes_200_steps_as_eager():
+def test_the_published_vllm_ascend_attention_decodes_200_steps_as_eager():
     last = run("tests.hosts.published_decode", "200").splitlines()[-1]
     assert last == "graphrt.hosts.vllm_ascend.wrapper served 200 steps; [] differ"

@@ -88,7 +88,7 @@ def model(shared_model):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", CHOSEN)
-def test_generate_gives_its_own_tokens_and_every_step_is_served(name, device):
+def test_generate_with_graphs_gives_eager_tokens_and_replays_every_step(name, device):
     model = new_model(name, device)
     expected = {way: call(model, name, device) for way, call in WAYS.items()}
     with_graphs(model, max_batch=4, max_len=32, strict=True)
@@ -112,7 +112,7 @@ INDUCTOR = pytest.param("cuda", "inductor", marks=pytest.mark.cuda)
 
 @pytest.mark.parametrize(("device", "backend"), [("cpu", "eager"), INDUCTOR])
 @pytest.mark.parametrize("name", COMPILED)
-def test_compiled_steps_give_the_same_tokens_and_are_served(name, device, backend):
+def test_compiled_steps_give_eager_tokens_and_are_all_replayed(name, device, backend):
     model = new_model(name, device)
     ways = ("greedy", "padded")
     expected = {way: WAYS[way](model, name, device) for way in ways}
@@ -123,19 +123,19 @@ def test_compiled_steps_give_the_same_tokens_and_are_served(name, device, backen
     assert served(model) == (sum(STEPS[way] for way in ways), {})
 
 
-def test_compile_is_for_models_that_generate_and_says_what_it_takes():
+def test_a_backend_name_as_the_compile_option_is_refused():
     with pytest.raises(InvalidOptionError, match="compile= says whether"):
         with_graphs(new_model("llama"), max_batch=1, max_len=32, compile="inductor")
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", sorted(set(GENERATING) - set(CHOSEN) - set(REFUSED)))
-def test_generate_gives_its_own_tokens_in_all_other_families(name):
-    test_generate_gives_its_own_tokens_and_every_step_is_served(name, "cpu")
+def test_generate_gives_eager_tokens_in_the_remaining_model_families(name):
+    test_generate_with_graphs_gives_eager_tokens_and_replays_every_step(name, "cpu")
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_model_that_cannot_be_captured_runs_as_before_and_says_why(name, caplog):
+def test_a_model_that_cannot_be_captured_runs_eagerly_and_the_report_says_why(name, caplog):
     model = new_model(name)
     expected = WAYS["greedy"](model, name, "cpu")
     with caplog.at_level(logging.WARNING, "graphrt"):
@@ -151,7 +151,7 @@ def test_a_model_that_cannot_be_captured_runs_as_before_and_says_why(name, caplo
     assert [REFUSED[name] in each.message for each in caplog.records] == [True, False]
 
 
-def test_a_model_that_fails_in_its_own_code_is_refused_with_its_line():
+def test_an_error_in_the_models_forward_is_reported_with_its_source_line():
     model = new_model("llama")
     inner = model.model.forward
 
@@ -168,7 +168,7 @@ def test_a_model_that_fails_in_its_own_code_is_refused_with_its_line():
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["llama", "gemma2", "jamba"])
-def test_logits_are_those_of_the_same_steps_run_eagerly_bit_for_bit(name, device, monkeypatch):
+def test_logits_of_replays_equal_eager_steps_bit_for_bit(name, device, monkeypatch):
     given = {**prompt(name, 3, device, padded=True), "max_new_tokens": 12, "do_sample": False}
     given |= {"return_dict_in_generate": True, "output_logits": True, "pad_token_id": 0}
     results = []
@@ -209,7 +209,7 @@ def test_a_streamer_is_given_every_token(model, plain):
     assert served(model) == (7, {})
 
 
-def test_many_beams_reorder_the_memory(model, plain):
+def test_beam_search_reorders_the_kv_cache_and_replays_every_step(model, plain):
     tokens = random_tokens(1, 6, seed=5)
     given = {"num_beams": 4, "num_return_sequences": 3, "new": 12}
     assert torch.equal(generate(model, tokens, **given), generate(plain, tokens, **given))
@@ -217,7 +217,7 @@ def test_many_beams_reorder_the_memory(model, plain):
 
 
 @pytest.mark.parametrize("assistant", ["prompt lookup", "another model", "with graphs"])
-def test_assisted_generation_crops_the_memory(model, plain, assistant):
+def test_assisted_generation_crops_the_kv_cache_and_gives_eager_tokens(model, plain, assistant):
     tokens = random_tokens(1, 4, seed=7).repeat(1, 3)
     given: dict[str, Any] = {"prompt_lookup_num_tokens": 3}
     if assistant != "prompt lookup":
@@ -236,7 +236,7 @@ def test_assisted_generation_crops_the_memory(model, plain, assistant):
         assert served(given["assistant_model"])[0] > 0
 
 
-def test_assisted_generation_of_a_model_with_states_leaves_the_memory():
+def test_assisted_generation_of_a_model_with_recurrent_states_runs_eagerly():
     plain, model = new_model("lfm2"), new_model("lfm2")
     with_graphs(model, max_batch=2, max_len=32, strict=True)
     tokens = random_tokens(1, 4, seed=7).repeat(1, 3)
@@ -246,7 +246,7 @@ def test_assisted_generation_of_a_model_with_states_leaves_the_memory():
 
 
 @pytest.mark.parametrize("what", ["output_attentions", "output_hidden_states"])
-def test_more_outputs_than_logits_are_made_eagerly(what):
+def test_steps_that_ask_for_attentions_or_hidden_states_run_eagerly(what):
     plain, model = (new_model("llama", attn_implementation="eager") for _ in range(2))
     with_graphs(model, max_batch=1, max_len=32, strict=True)
     tokens = random_tokens(1, 6)
@@ -261,7 +261,7 @@ def test_more_outputs_than_logits_are_made_eagerly(what):
     assert served(model)[0] == 7
 
 
-def test_pictures_are_a_part_of_the_prompt():
+def test_a_prompt_with_a_picture_is_followed_by_replayed_steps():
     vision = {"image_size": 16, "patch_size": 8, "hidden_size": 32, "intermediate_size": 64}
     vision |= {"num_hidden_layers": 2, "num_attention_heads": 2}
     config = transformers.LlavaConfig(
@@ -286,19 +286,19 @@ def test_pictures_are_a_part_of_the_prompt():
 # What has no room --------------------------------------------------------------------------------
 
 
-def test_a_sequence_that_grows_too_long_goes_on_eagerly(model, plain):
+def test_a_sequence_that_grows_beyond_max_len_continues_eagerly(model, plain):
     tokens = random_tokens(2, 20)
     assert torch.equal(generate(model, tokens, 20), generate(plain, tokens, 20))
     assert served(model) == (12, {"the sequence is longer than 32 tokens": 7})
 
 
-def test_a_prompt_that_is_too_long_runs_eagerly(model, plain):
+def test_a_prompt_longer_than_max_len_runs_eagerly(model, plain):
     tokens = random_tokens(2, 40)
     assert torch.equal(generate(model, tokens), generate(plain, tokens))
     assert served(model) == (0, {"the sequence is longer than 32 tokens": 7})
 
 
-def test_more_rows_than_the_memory_has_run_eagerly(model, plain, caplog):
+def test_a_batch_above_max_batch_runs_eagerly_and_warns_once(model, plain, caplog):
     tokens = random_tokens(5, 6)
     with caplog.at_level(logging.WARNING, "graphrt"):
         assert torch.equal(generate(model, tokens), generate(plain, tokens))
@@ -307,7 +307,7 @@ def test_more_rows_than_the_memory_has_run_eagerly(model, plain, caplog):
     assert len(caplog.records) == 1
 
 
-def test_rows_between_two_sizes_without_a_graph_above_run_eagerly(plain):
+def test_a_batch_above_the_largest_captured_size_runs_eagerly(plain):
     model = with_graphs(new_model("llama"), max_batch=4, max_len=32, sizes=[1, 2], strict=True)
     tokens = random_tokens(3, 6)
     assert torch.equal(generate(model, tokens), generate(plain, tokens))
@@ -317,7 +317,7 @@ def test_rows_between_two_sizes_without_a_graph_above_run_eagerly(plain):
 # Caches ------------------------------------------------------------------------------------------
 
 
-def test_a_returned_cache_survives_the_next_call(model, plain):
+def test_a_returned_cache_keeps_its_contents_after_the_next_generate_call(model, plain):
     """As transformers' own does: it takes its tensors along when the memory is needed."""
     tokens, more = random_tokens(2, 6), random_tokens(2, 3, seed=4)
 
@@ -333,7 +333,7 @@ def test_a_returned_cache_survives_the_next_call(model, plain):
     assert served(model) == (3 * 7, {})
 
 
-def test_two_calls_share_a_cache(model, plain):
+def test_a_second_generate_call_continues_from_a_returned_cache(model, plain):
     tokens, more = random_tokens(2, 6), random_tokens(2, 3, seed=4)
 
     def two_turns(model):
@@ -345,7 +345,7 @@ def test_two_calls_share_a_cache(model, plain):
     assert served(model) == (2 * 7, {})
 
 
-def test_one_prefix_serves_several_prompts(model, plain):
+def test_several_prompts_start_from_copies_of_a_prefix_cache(model, plain):
     prefix, ends = random_tokens(1, 8), [random_tokens(1, 3, seed=seed) for seed in (1, 2)]
 
     def prompts(model, cache):
@@ -360,7 +360,7 @@ def test_one_prefix_serves_several_prompts(model, plain):
     assert served(model) == (2 * 7, {})
 
 
-def test_a_cache_of_transformers_is_used_as_it_is(model, plain):
+def test_a_dynamic_cache_passed_by_the_user_is_used_eagerly(model, plain):
     tokens = random_tokens(2, 6)
     cache = transformers.DynamicCache(config=model.config)
     assert torch.equal(generate(model, tokens, past_key_values=cache), generate(plain, tokens))
@@ -370,14 +370,14 @@ def test_a_cache_of_transformers_is_used_as_it_is(model, plain):
     assert served(model) == (0, {f"a DynamicCache was passed as {name}=": 7})
 
 
-def test_a_cache_of_fixed_size_that_is_asked_for_is_ours(model, plain):
+def test_a_request_for_a_static_cache_is_served_by_graphs(model, plain):
     """Checkpoints of Gemma ask for one in their generation_config."""
     tokens, given = random_tokens(2, 6), {"cache_implementation": "static"}
     assert torch.equal(generate(model, tokens, **given), generate(plain, tokens))
     assert served(model) == (7, {})
 
 
-def test_other_caches_that_are_asked_for_are_transformers(model, plain, monkeypatch):
+def test_a_request_for_an_offloaded_cache_is_left_to_transformers(model, plain, monkeypatch):
     asked = []
     graphs = graphs_of(model)
     monkeypatch.setattr(graphs, "_prepare", lambda config, *args: asked.append(config))
@@ -388,7 +388,7 @@ def test_other_caches_that_are_asked_for_are_transformers(model, plain, monkeypa
     assert served(model) == (0, {"cache_implementation='offloaded' was asked for": 7})
 
 
-def test_a_cache_of_an_earlier_capture_is_used_eagerly(plain):
+def test_a_cache_from_before_a_recapture_is_used_eagerly(plain):
     model = with_graphs(new_model("llama"), max_batch=2, max_len=32, strict=True)
     tokens, more = random_tokens(2, 6), random_tokens(2, 3, seed=4)
     first = generate(model, tokens, return_dict_in_generate=True)
@@ -400,14 +400,14 @@ def test_a_cache_of_an_earlier_capture_is_used_eagerly(plain):
     assert served(model) == (7, {"the cache is of other graphs than the model's": 7})
 
 
-def test_a_cache_that_nobody_holds_is_not_copied(model):
+def test_graphs_keep_no_reference_to_a_cache_that_the_user_dropped(model):
     generate(model, random_tokens(2, 6))
     holder = graphs_of(model)._holder
     gc.collect()
     assert holder() is None
 
 
-def test_a_sequence_with_nan_does_not_spoil_the_next_one(model, plain):
+def test_nan_left_in_the_kv_cache_does_not_reach_the_next_sequence(model, plain):
     cache = graphs_of(model).new_cache()
     tokens = random_tokens(2, 6)
     with torch.no_grad():
@@ -422,7 +422,7 @@ def test_a_sequence_with_nan_does_not_spoil_the_next_one(model, plain):
 # Threads -----------------------------------------------------------------------------------------
 
 
-def test_a_second_thread_generates_as_before(model, plain):
+def test_generate_in_a_second_thread_during_a_call_runs_eagerly(model, plain):
     tokens, other = random_tokens(2, 6), random_tokens(1, 5, seed=3)
     expected = generate(plain, other, 6)
     results = []
@@ -448,7 +448,7 @@ def test_a_second_thread_generates_as_before(model, plain):
     assert served(model) == (7, {"another call of generate() has the memory": 5})
 
 
-def test_threads_that_generate_at_once_all_get_their_own_tokens(model, plain):
+def test_threads_that_generate_at_once_each_get_the_eager_tokens(model, plain):
     prompts = [random_tokens(1 + seed % 3, 5 + seed, seed=seed) for seed in range(6)]
     expected = [generate(plain, each) for each in prompts]
     results: dict[int, torch.Tensor] = {}
@@ -470,7 +470,7 @@ def test_threads_that_generate_at_once_all_get_their_own_tokens(model, plain):
 # The model ---------------------------------------------------------------------------------------
 
 
-def test_without_graphs_gives_the_model_back_as_it_was():
+def test_without_graphs_restores_the_models_own_attributes():
     model = new_model("llama")
     before, signature = dict(model.__dict__), inspect.signature(model.forward)
     with_graphs(model, max_batch=1, max_len=16, strict=True)
@@ -483,7 +483,7 @@ def test_without_graphs_gives_the_model_back_as_it_was():
         graphs_of(model)
 
 
-def test_the_memory_is_freed_with_the_model():
+def test_the_kv_cache_is_freed_when_the_model_is_deleted():
     model = with_graphs(new_model("llama"), max_batch=2, max_len=16, strict=True)
     generate(model, random_tokens(2, 4), 4)
     keys = weakref.ref(graphs_of(model).steps.memory.layers[0].keys)
@@ -492,7 +492,7 @@ def test_the_memory_is_freed_with_the_model():
     assert keys() is None
 
 
-def test_a_copy_of_the_model_runs_its_own_weights(model, plain):
+def test_a_deep_copy_of_the_model_has_no_graphs_and_uses_its_own_weights(model, plain):
     twin = copy.deepcopy(model)
     with torch.no_grad():
         twin.lm_head.weight.mul_(-1)
@@ -503,7 +503,7 @@ def test_a_copy_of_the_model_runs_its_own_weights(model, plain):
         graphs_of(twin)
 
 
-def test_weights_written_in_place_are_the_graphs_too():
+def test_weights_written_in_place_are_read_by_replayed_steps():
     plain, model = new_model("llama"), new_model("llama")
     with_graphs(model, max_batch=1, max_len=32, strict=True)
     for each in (plain, model):
@@ -543,7 +543,7 @@ CHANGES = (change_hook, change_layer, change_number, change_weight, change_strid
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_a_model_that_is_another_one_now_is_not_served_until_it_is_captured_again(change):
+def test_a_changed_model_runs_eagerly_until_its_recapture(change):
     plain, model = new_model("llama"), new_model("llama")
     with_graphs(model, max_batch=1, max_len=32, strict=True)
     tokens = random_tokens(1, 6)
@@ -578,7 +578,7 @@ def hook_before(module, state):
 
 @pytest.mark.parametrize("add", [hook_after, hook_before], ids=lambda add: add.__name__)
 @pytest.mark.parametrize("where", ["model.layers.0.mlp", "lm_head"])
-def test_a_hook_inside_of_a_model_runs_in_every_step(add, where):
+def test_a_hook_on_a_submodule_keeps_the_model_eager_and_runs_each_step(add, where):
     results = []
     for with_ours in (False, True):
         model, state = new_model("llama"), {"factor": 1.0}
@@ -592,7 +592,7 @@ def test_a_hook_inside_of_a_model_runs_in_every_step(add, where):
     assert torch.equal(*results)
 
 
-def test_hooks_of_torch_that_read_their_module_alone_are_served():
+def test_a_pruned_layer_is_captured_and_its_changed_mask_is_applied():
     plain, model = new_model("llama"), new_model("llama")
     for each in (plain, model):
         layer = each.model.layers[0].mlp.up_proj
@@ -607,7 +607,7 @@ def test_hooks_of_torch_that_read_their_module_alone_are_served():
     assert served(model) == (14, {})
 
 
-def test_a_hook_of_the_model_itself_runs_around_its_graphs():
+def test_a_hook_on_the_model_itself_runs_around_each_replay():
     results, state = [], {"factor": 1.0}
     for with_ours in (False, True):
         model, state = new_model("llama"), {"factor": 1.0}
@@ -626,7 +626,7 @@ def test_a_hook_of_the_model_itself_runs_around_its_graphs():
     assert served(model) == (14, {})
 
 
-def test_a_hook_of_accelerate_with_code_of_ones_own_is_refused():
+def test_a_user_defined_accelerate_hook_is_refused_at_capture():
     hooks = pytest.importorskip("accelerate.hooks", reason="accelerate is not installed")
 
     class Mine(hooks.ModelHook):
@@ -638,7 +638,7 @@ def test_a_hook_of_accelerate_with_code_of_ones_own_is_refused():
         with_graphs(model, max_batch=1, max_len=32, strict=True)
 
 
-def test_hooks_on_all_modules_run_in_every_step():
+def test_a_global_module_hook_makes_steps_eager_until_its_removal():
     plain, model = new_model("llama"), new_model("llama")
     with_graphs(model, max_batch=1, max_len=32, strict=True)
     tokens = random_tokens(1, 6)
@@ -660,7 +660,7 @@ def logits_of(model, tokens):
     return torch.stack(generate(model, tokens, **more).logits)
 
 
-def test_a_changed_number_of_the_config_is_found():
+def test_a_changed_config_value_makes_steps_eager_until_the_value_is_restored():
     plain, model = new_model("gemma2"), new_model("gemma2")
     with_graphs(model, max_batch=1, max_len=32, strict=True)
     tokens, before = random_tokens(1, 6), model.config.final_logit_softcapping
@@ -678,7 +678,7 @@ def test_a_changed_number_of_the_config_is_found():
     assert served(model) == (7, {reason: 14})
 
 
-def test_a_config_that_steps_do_not_read_may_change(model, plain):
+def test_changing_config_values_that_steps_do_not_read_keeps_replays(model, plain):
     before = model.config.pad_token_id, model.config.use_cache
     model.config.pad_token_id, model.config.use_cache = 5, not model.config.use_cache
     tokens = random_tokens(1, 6)
@@ -687,7 +687,7 @@ def test_a_config_that_steps_do_not_read_may_change(model, plain):
     assert served(model) == (7, {})
 
 
-def test_adapters_of_peft_are_served_as_they_were_captured():
+def test_a_peft_model_is_replayed_only_with_the_adapters_of_its_capture():
     peft = pytest.importorskip("peft", reason="peft is not installed")
 
     def adapted():
@@ -714,7 +714,7 @@ def test_adapters_of_peft_are_served_as_they_were_captured():
     assert served(model)[0] == 14
 
 
-def test_hooks_of_a_device_map_are_served(tmp_path):
+def test_a_model_loaded_with_a_device_map_is_served(tmp_path):
     pytest.importorskip("accelerate", reason="accelerate is not installed")
     plain = new_model("llama")
     plain.save_pretrained(tmp_path)
@@ -725,7 +725,7 @@ def test_hooks_of_a_device_map_are_served(tmp_path):
     assert served(model) == (7, {})
 
 
-def test_a_model_on_several_devices_is_refused(plain):
+def test_a_model_spread_over_several_devices_runs_eagerly(plain):
     model = new_model("llama")
     model.hf_device_map = {"model": 0, "lm_head": "cpu"}
     with_graphs(model, max_batch=2, max_len=32)
@@ -738,7 +738,7 @@ def test_a_model_on_several_devices_is_refused(plain):
 
 
 @pytest.mark.parametrize("name", ["llama", "jamba", "mamba"])
-def test_a_greedy_loop_over_the_graphs(name):
+def test_a_greedy_loop_of_prefill_and_step_gives_the_tokens_of_generate(name):
     model, plain = new_model(name), new_model(name)
     graphs = graphs_of(with_graphs(model, max_batch=2, max_len=32, strict=True))
     call = prompt(name, 2, padded=True)
@@ -754,7 +754,7 @@ def test_a_greedy_loop_over_the_graphs(name):
         graphs.step(tokens)
 
 
-def test_a_loop_goes_on_eagerly_when_generate_has_taken_the_memory(model, plain):
+def test_a_loop_of_step_continues_eagerly_after_generate_took_the_kv_cache(model, plain):
     graphs, ours = (
         graphs_of(model),
         graphs_of(with_graphs(new_model("llama"), max_batch=2, max_len=32)),
@@ -770,7 +770,7 @@ def test_a_loop_goes_on_eagerly_when_generate_has_taken_the_memory(model, plain)
     assert served(model) == (8, {reason: 2})
 
 
-def test_a_step_with_gradients_is_not_served(model):
+def test_a_step_with_gradients_enabled_runs_eagerly(model):
     cache, tokens = graphs_of(model).new_cache(), random_tokens(1, 4)
     positions = torch.full((1, 1), 4)
     with torch.no_grad():
@@ -795,7 +795,7 @@ def loop_without_positions(model, cache, mask):
 
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize(("name", "is_served"), [("llama", True), ("gpt2", True), ("opt", False)])
-def test_a_loop_without_positions_is_served_where_the_model_counts_all_tokens(
+def test_a_loop_that_passes_no_position_ids_is_served_if_the_model_counts_tokens(
     name, is_served, padded
 ):
     model, mask = new_model(name), torch.ones(2, 5, dtype=torch.int64)
@@ -809,7 +809,7 @@ def test_a_loop_without_positions_is_served_where_the_model_counts_all_tokens(
     assert served(model) == (9 if is_served else 0, eager)
 
 
-def test_the_page_runs_as_it_stands(capsys):
+def test_the_code_of_the_transformers_page_runs_and_prints_as_documented(capsys):
     page = Path(__file__).parents[2] / "docs" / "how-to" / "transformers.md"
     names: dict[str, Any] = {}
     for code in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
@@ -834,7 +834,7 @@ def logits_of_loop(model, tokens, cache, change):
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_a_loop_over_a_cache_looks_at_the_model_before_every_step(change):
+def test_a_model_changed_between_steps_of_a_loop_runs_eagerly(change):
     plain, model = new_model("llama"), new_model("llama")
     with_graphs(model, max_batch=2, max_len=32, strict=True)
     tokens = random_tokens(2, 6)
@@ -845,7 +845,7 @@ def test_a_loop_over_a_cache_looks_at_the_model_before_every_step(change):
     assert steps == 1 and list(eager.values()) == [2] and "recapture" in next(iter(eager))
 
 
-def test_step_looks_at_the_model_and_serves_it_when_it_is_the_same_again():
+def test_step_runs_eagerly_while_the_model_is_changed_and_replays_once_restored():
     plain, model = new_model("llama"), new_model("llama")
     graphs = graphs_of(with_graphs(model, max_batch=2, max_len=32, strict=True))
     tokens, cache = random_tokens(2, 6), transformers.DynamicCache()
@@ -862,7 +862,7 @@ def test_step_looks_at_the_model_and_serves_it_when_it_is_the_same_again():
     assert steps == 2 and list(eager.values()) == [1]
 
 
-def test_a_loop_without_the_adapters_is_not_served():
+def test_a_loop_with_adapters_disabled_runs_eagerly():
     peft = pytest.importorskip("peft", reason="peft is not installed")
     config = peft.LoraConfig(target_modules=["q_proj", "up_proj"], init_lora_weights=False)
     torch.manual_seed(1)
@@ -895,7 +895,7 @@ RIGHT = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]])
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_prefill_names_what_is_wrong_with_prompts(model, given, what):
+def test_prefill_refuses_malformed_prompts_and_names_the_fault(model, given, what):
     with pytest.raises(InvalidInputError, match=re.escape(what)) as error:
         graphs_of(model).prefill(*given)
     assert error.value.advice is not None
@@ -915,7 +915,7 @@ def test_prefill_takes_masks_of_other_dtypes(model, dtype):
     [[1, 2], torch.tensor([1]), torch.tensor([[1], [2]]), torch.tensor([1.0, 2.0])],
     ids=["list", "rows", "2-D", "dtype"],
 )
-def test_a_wrong_step_is_named_and_leaves_the_sequence_as_it_was(model, tokens):
+def test_step_refuses_malformed_tokens_and_keeps_the_sequence(model, tokens):
     graphs, prompts = graphs_of(model), random_tokens(2, 6)
     graphs.prefill(prompts)
     expected = graphs.step(prompts[:, 0])
@@ -926,7 +926,7 @@ def test_a_wrong_step_is_named_and_leaves_the_sequence_as_it_was(model, tokens):
     assert torch.equal(graphs.step(prompts[:, 0]), expected)
 
 
-def test_a_loop_over_tokens_of_int32_runs_as_before(model, plain):
+def test_steps_with_int32_tokens_run_eagerly(model, plain):
     tokens, logits = random_tokens(2, 6).int(), []
     for each, cache in (
         (plain, transformers.DynamicCache()),
@@ -941,7 +941,7 @@ def test_a_loop_over_tokens_of_int32_runs_as_before(model, plain):
     assert served(model) == (0, {"input_ids= of torch.int32 was passed": 1})
 
 
-def test_autocast_steps_run_under_it(model, plain):
+def test_steps_under_autocast_run_eagerly(model, plain):
     tokens = random_tokens(2, 6)
     with torch.autocast("cpu", torch.bfloat16):
         ours = generate(model, tokens, return_dict_in_generate=True, output_logits=True)
@@ -951,7 +951,7 @@ def test_autocast_steps_run_under_it(model, plain):
     assert served(model) == (0, {OTHER: 7})
 
 
-def test_a_training_model_is_refused_and_one_that_trains_later_is_not_served(plain):
+def test_a_model_in_training_mode_is_refused_and_runs_eagerly_if_switched_later(plain):
     model = new_model("llama").train()
     with pytest.raises(CaptureError, match="training"):
         with_graphs(model, max_batch=1, max_len=32, strict=True)
@@ -963,7 +963,7 @@ def test_a_training_model_is_refused_and_one_that_trains_later_is_not_served(pla
     assert served(model)[0] == 7
 
 
-def test_an_interrupted_call_gives_the_memory_back(model, plain):
+def test_a_generate_call_that_raises_releases_the_kv_cache(model, plain):
     class Interrupted(Exception):
         pass
 
@@ -979,7 +979,7 @@ def test_an_interrupted_call_gives_the_memory_back(model, plain):
     assert served(model) == (2 + 7, {})
 
 
-def test_nothing_but_a_model_that_generates_is_taken():
+def test_with_graphs_refuses_a_linear_layer_and_a_too_short_max_len():
     with pytest.raises(InvalidOptionError, match="of transformers"):
         with_graphs(torch.nn.Linear(2, 2), max_batch=1, max_len=16)
     with pytest.raises(InvalidOptionError, match="max_len"):
@@ -987,7 +987,7 @@ def test_nothing_but_a_model_that_generates_is_taken():
 
 
 @pytest.mark.parametrize("sizes", [[8], [1, 3, 8], [], [2, 2], [0, 2], ["2"], 4], ids=str)
-def test_sizes_that_the_memory_has_no_rows_for_are_refused(plain, sizes):
+def test_invalid_capture_sizes_are_refused_with_advice(plain, sizes):
     with pytest.raises(InvalidOptionError, match="size") as error:
         with_graphs(plain, max_batch=4, max_len=32, sizes=sizes)
     assert error.value.advice is not None

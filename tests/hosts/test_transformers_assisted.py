@@ -65,7 +65,7 @@ def plain():
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", CHECKED)
-def test_steps_that_check_tokens_are_served(name, device):
+def test_assisted_steps_that_check_proposed_tokens_are_replayed(name, device):
     # Where layers slide, transformers' own assistant fails past the window.
     helper = "llama" if name in ("gemma2", "mistral", "gpt_oss") else name
     plain, tokens = new_model(name, device), random_tokens(1, 4, device, seed=7).repeat(1, 4)
@@ -90,7 +90,7 @@ def test_steps_that_check_tokens_are_served(name, device):
     assert graphs_of(model).report().window is None
 
 
-def test_accepted_tokens_take_fewer_steps(plain):
+def test_accepted_assistant_tokens_reduce_the_number_of_steps(plain):
     model, tokens = graphed("llama"), random_tokens(1, 12)
     assert torch.equal(
         generate(model, tokens, 25, assistant_model=assistant_of("llama")),
@@ -101,7 +101,7 @@ def test_accepted_tokens_take_fewer_steps(plain):
 
 
 @pytest.mark.long
-def test_compiled_steps_check_tokens_too(plain):
+def test_compiled_assisted_steps_give_eager_tokens(plain):
     model = graphed("llama", compile=CompileOptions(backend="eager"))
     tokens = random_tokens(1, 12)
     given = {"assistant_model": disturbed(assistant_of("llama"))}
@@ -111,7 +111,7 @@ def test_compiled_steps_check_tokens_too(plain):
 
 
 @pytest.mark.parametrize("keep", [0, 1, 2, 3, 9])
-def test_logits_are_kept_as_asked(plain, keep):
+def test_an_assisted_step_honours_logits_to_keep(plain, keep):
     model, logits = graphed("llama"), []
     for each, cache in (
         (model, graphs_of(model).new_cache()),
@@ -130,7 +130,7 @@ def test_logits_are_kept_as_asked(plain, keep):
 @pytest.mark.parametrize(
     ("rows", "count"), [(1, PROPOSED + 2), (2, 2)], ids=["more tokens", "more rows"]
 )
-def test_other_forwards_of_several_tokens_run_eagerly(plain, rows, count):
+def test_forwards_of_another_token_or_row_count_run_eagerly(plain, rows, count):
     model, logits = graphed("llama"), []
     for each, cache in (
         (model, graphs_of(model).new_cache()),
@@ -145,7 +145,7 @@ def test_other_forwards_of_several_tokens_run_eagerly(plain, rows, count):
     assert counts(model) == (0, 2)
 
 
-def test_a_step_whose_padding_has_no_room_runs_eagerly(plain):
+def test_an_assisted_step_whose_padding_exceeds_max_len_runs_eagerly(plain):
     """A check writes 5 positions: behind 16 tokens and 21, but not behind 26 of 30."""
     model, tokens = graphed("llama", max_len=30), random_tokens(1, 12)
     given = {"assistant_model": assistant_of("llama")}
@@ -153,7 +153,7 @@ def test_a_step_whose_padding_has_no_room_runs_eagerly(plain):
     assert counts(model) == (2, 2)
 
 
-def test_a_check_that_gives_other_logits_is_not_used(plain, monkeypatch, caplog):
+def test_an_assisted_graph_with_wrong_logits_is_dropped_at_capture(plain, monkeypatch, caplog):
     init = StepCache.__init__
 
     def wrong_place(cache, memory, rows, length, tokens=1):
@@ -172,5 +172,5 @@ def test_a_check_that_gives_other_logits_is_not_used(plain, monkeypatch, caplog)
 
 
 @pytest.mark.parametrize("name", ["lfm2", "t5"])
-def test_models_whose_assisted_steps_leave_the_memory_have_no_graphs_for_them(name):
+def test_models_with_recurrent_states_have_no_graphs_for_assisted_steps(name):
     assert graphs_of(graphed(name)).steps.checked == 0

@@ -53,14 +53,14 @@ def padding(heads: int = 1) -> torch.Tensor:
     ],
     ids=["no mask", "padding", "mask of each head", "added mask", "bias", "several tokens"],
 )
-def test_it_is_transformers_own_but_for_rounding(tokens, mask, more):
+def test_grouped_attention_equals_transformers_sdpa_within_rounding(tokens, mask, more):
     expected = attended(sdpa_attention_forward, tokens, mask, **more)
     found = attended(attention._attend, tokens, mask, **more)
     torch.testing.assert_close(found, expected)
     assert found.is_contiguous()
 
 
-def test_keys_reach_the_kernel_as_they_lie(monkeypatch):
+def test_grouped_attention_passes_keys_to_the_kernel_without_repeating_heads(monkeypatch):
     seen = []
 
     def kernel(query: Any, key: Any, value: Any, **more: Any) -> torch.Tensor:
@@ -72,7 +72,7 @@ def test_keys_reach_the_kernel_as_they_lie(monkeypatch):
     assert seen == [((2, GROUPS), 2, False)]
 
 
-def test_a_steps_mask_has_numbers_and_no_others():
+def test_the_mask_of_a_step_is_additive_and_of_a_prompt_boolean():
     columns = {"batch_size": 3, "kv_length": LENGTH, "attention_mask": padding()[:, 0, 0]}
     step = {**columns, "q_length": 1, "q_offset": LENGTH - 1, "dtype": torch.bfloat16}
     made = attention._mask(**step)
@@ -81,7 +81,7 @@ def test_a_steps_mask_has_numbers_and_no_others():
     assert attention._mask(**step | {"q_length": 5}).dtype is torch.bool
 
 
-def test_steps_of_with_graphs_attend_so_and_prompts_do_not(monkeypatch):
+def test_only_captured_steps_use_grouped_attention_and_prompts_use_sdpa(monkeypatch):
     model = new_model("llama")
     assert model.config.num_key_value_heads < model.config.num_attention_heads
     tokens = random_tokens(2, 5)
@@ -103,7 +103,7 @@ def test_steps_of_with_graphs_attend_so_and_prompts_do_not(monkeypatch):
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_compiled_steps_attend_so_too():
+def test_compiled_steps_use_grouped_attention():
     """Dynamo of torch 2.11 traced transformers' own attention, which copies the keys."""
     model = new_model("llama")
     compiled = CompileOptions(backend="eager")
@@ -125,19 +125,19 @@ def test_compiled_steps_attend_so_too():
         ("gpt2", {"num_key_value_heads": None}),
     ],
 )
-def test_other_models_keep_their_attention(name, config):
+def test_models_without_grouped_keys_keep_their_attention(name, config):
     assert attention.attention_of(new_model(name, **config)) is None
 
 
 @pytest.mark.parametrize(("family", "asks"), [("gpt2", True), ("falcon", True), ("llama", False)])
-def test_a_family_whose_code_compares_the_attentions_name_keeps_it(family, asks):
+def test_a_model_family_that_compares_the_attention_name_keeps_its_attention(family, asks):
     """MiniMax-M3 masks blocks out in the attentions that it knows: another name had all of them."""
     module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     assert attention._asks_for_its_name(module.__name__) is asks
     assert attention._asks_for_its_name("nobody's module")
 
 
-def test_whichever_thread_leaves_last_the_config_says_sdpa():
+def test_the_config_says_sdpa_again_after_both_threads_left():
     config = types.SimpleNamespace(_attn_implementation_internal="sdpa")
     first, second = attention.grouped(config), attention.grouped(config)
     first.__enter__()

@@ -84,7 +84,7 @@ def calls(model: Any, device: str) -> list[Any]:
     [(name, "cpu") for name in SERVED]
     + [pytest.param(name, "cuda", marks=pytest.mark.cuda) for name in (*SERVED, *ON_A_GPU)],
 )
-def test_calls_give_the_models_own_outputs_and_all_are_served(name, device):
+def test_encoder_calls_give_eager_outputs_and_are_all_replayed(name, device):
     model = new_model(name, device)
     expected = calls(model, device)
     with_graphs(model, max_batch=4, max_len=32, strict=True)
@@ -100,7 +100,7 @@ def test_calls_give_the_models_own_outputs_and_all_are_served(name, device):
 
 
 @pytest.mark.parametrize("name", ON_A_GPU)
-def test_a_model_that_reads_its_mask_on_the_host_runs_as_before(name, caplog):
+def test_an_encoder_that_reads_its_mask_on_the_host_runs_eagerly(name, caplog):
     model = new_model(name)
     expected = calls(model, "cpu")
     with caplog.at_level(logging.WARNING, "graphrt"):
@@ -128,7 +128,9 @@ def test_a_model_that_reads_its_mask_on_the_host_runs_as_before(name, caplog):
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_another_mask_is_tried_after_errors_that_may_come_of_one(error, tried, monkeypatch, caplog):
+def test_capture_is_retried_with_another_mask_only_after_mask_errors(
+    error, tried, monkeypatch, caplog
+):
     masks = []
 
     def buckets(*args: Any, mask: Any, **kwargs: Any) -> None:
@@ -142,14 +144,14 @@ def test_another_mask_is_tried_after_errors_that_may_come_of_one(error, tried, m
     assert sum("another mask: " in each.message for each in caplog.records) == tried - 1
 
 
-def test_an_embedder_with_a_cache_is_told_how_to_leave_it_out():
+def test_a_capture_with_use_cache_on_is_refused_with_advice_to_disable_the_cache():
     model = new_model("qwen3")
     model.config.use_cache = True
     with pytest.raises(CaptureError, match="use_cache = False"):
         with_graphs(model, max_batch=1, max_len=16, strict=True)
 
 
-def test_an_embedder_that_is_asked_for_a_cache_later_runs_eagerly():
+def test_switching_use_cache_on_after_capture_makes_calls_eager():
     model = with_graphs(new_model("qwen3"), max_batch=1, max_len=16, strict=True)
     model.config.use_cache = True
     with torch.no_grad():
@@ -162,7 +164,7 @@ def test_an_embedder_that_is_asked_for_a_cache_later_runs_eagerly():
     [{"use_bidirectional_attention": True}, {"layer_types": ["chunked_attention"] * 2}],
     ids=["both ways", "chunks"],
 )
-def test_masks_that_a_comparison_may_miss_are_left_to_the_model(more):
+def test_configs_with_masks_a_comparison_may_miss_use_the_models_own_mask(more):
     config = new_model("gemma3").config
     assert masks_of(config)[-1] is None and len(masks_of(config)) == 3
     for name, value in more.items():
@@ -197,7 +199,7 @@ def plain():
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_other_calls_are_the_models_own(model, plain, call, reason):
+def test_calls_that_graphs_cannot_serve_run_eagerly_with_a_reason(model, plain, call, reason):
     before = graphs_of(model).report()
     with torch.no_grad():
         assert torch.equal(model(**call)[0], plain(**call)[0])
@@ -208,7 +210,7 @@ def test_other_calls_are_the_models_own(model, plain, call, reason):
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.int32], ids=str)
 @pytest.mark.parametrize("name", ["input_ids", "attention_mask", "token_type_ids"])
-def test_texts_of_other_dtypes_run_as_before(model, plain, name, dtype):
+def test_text_inputs_of_another_dtype_run_eagerly(model, plain, name, dtype):
     call = {"input_ids": tokens_of(2, 9)}
     call |= {"attention_mask": torch.ones_like(call["input_ids"])}
     call |= {"token_type_ids": torch.zeros_like(call["input_ids"])}
@@ -232,7 +234,7 @@ def test_texts_of_other_dtypes_run_as_before(model, plain, name, dtype):
     assert report.eager[reason] == before.eager.get(reason, 0) + 1
 
 
-def test_pictures_of_other_sizes_and_dtypes_run_as_before():
+def test_pictures_of_another_size_or_dtype_run_eagerly():
     plain = new_model("dinov2")
     model = with_graphs(new_model("dinov2"), max_batch=2, max_len=32, strict=True)
     with torch.no_grad():
@@ -247,7 +249,7 @@ def test_pictures_of_other_sizes_and_dtypes_run_as_before():
     }
 
 
-def test_an_encoder_with_hooks_inside_runs_as_before():
+def test_an_encoder_with_a_submodule_hook_is_not_captured():
     outputs = []
     for with_ours in (False, True):
         model, state = new_model("bert"), {"factor": 1.0}
@@ -263,7 +265,7 @@ def test_an_encoder_with_hooks_inside_runs_as_before():
     assert "hook" in graphs_of(model).report().refused
 
 
-def test_a_call_looks_at_the_config_and_at_hooks_on_all_modules():
+def test_a_changed_config_or_a_global_hook_makes_calls_eager():
     model = with_graphs(new_model("bert"), max_batch=1, max_len=16, strict=True)
     register = torch.nn.modules.module.register_module_forward_pre_hook
     with torch.no_grad():
@@ -278,12 +280,12 @@ def test_a_call_looks_at_the_config_and_at_hooks_on_all_modules():
     }
 
 
-def test_a_call_with_gradients_has_them(model):
+def test_a_call_with_gradients_enabled_runs_eagerly(model):
     assert model(tokens_of(1, 8)).last_hidden_state.requires_grad
     assert graphs_of(model).report().eager["gradients are on"] > 0
 
 
-def test_outputs_survive_the_next_call(model, plain):
+def test_encoder_outputs_keep_their_values_after_the_next_call(model, plain):
     with torch.no_grad():
         first = model(tokens_of(2, 9)).last_hidden_state
         model(tokens_of(2, 30))
@@ -312,7 +314,7 @@ def test_threads_that_call_at_once_get_their_own_outputs(model, plain):
     assert wrong == []
 
 
-def test_a_hook_is_found_within_some_calls():
+def test_a_hook_added_after_capture_is_found_within_some_calls():
     model = with_graphs(new_model("bert"), max_batch=1, max_len=16, strict=True)
     tokens = tokens_of(1, 8)
     hook = model.encoder.layer[1].register_forward_hook(lambda module, args, output: output * 2)
@@ -329,7 +331,7 @@ def test_a_hook_is_found_within_some_calls():
     assert graphs_of(model).report().served == served + 1
 
 
-def test_an_encoder_is_not_compiled():
+def test_the_compile_option_is_refused_for_an_encoder():
     model = new_model("bert")
     with pytest.raises(InvalidOptionError, match="for models that generate"):
         with_graphs(model, max_batch=1, max_len=16, compile=True)

@@ -56,7 +56,7 @@ def assert_same(plain: Any, model: Any, tokens: torch.Tensor, **more: Any) -> No
 
 
 @pytest.mark.parametrize("name", ["LlamaMLP", "LlamaForCausalLM"])
-def test_another_forward_of_a_class_is_found(name, monkeypatch):
+def test_a_replaced_forward_of_a_module_class_makes_steps_eager(name, monkeypatch):
     plain, model = pair()
     tokens, kind = random_tokens(2, 6), getattr(modeling_llama, name)
     before = kind.forward
@@ -86,7 +86,7 @@ def weaker(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
     return sdpa_attention_forward(*args, **kwargs)[0] * 0.999, None
 
 
-def test_another_function_of_an_attention_is_found(monkeypatch):
+def test_a_replaced_attention_function_makes_steps_eager_until_recapture(monkeypatch):
     plain, model = pair()
     tokens = random_tokens(2, 6)
     with monkeypatch.context() as patch:
@@ -101,7 +101,7 @@ def test_another_function_of_an_attention_is_found(monkeypatch):
 # Changes that no step reads ----------------------------------------------------------------------
 
 
-def test_a_saved_model_is_served(tmp_path):
+def test_a_model_is_still_served_after_save_pretrained(tmp_path):
     plain, model = pair()
     model.save_pretrained(tmp_path)
     assert_same(plain, model, random_tokens(2, 6))
@@ -109,7 +109,7 @@ def test_a_saved_model_is_served(tmp_path):
 
 
 @pytest.mark.parametrize("captured_first", [False, True])
-def test_prompt_tuning_is_served(captured_first):
+def test_a_model_with_prompt_tuning_is_served_by_graphs(captured_first):
     peft = pytest.importorskip("peft", reason="peft is not installed")
     kind = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
     tokens, models = random_tokens(2, 6), []
@@ -136,7 +136,7 @@ def test_prompt_tuning_is_served(captured_first):
     assert served(model) == (sum(steps), {})
 
 
-def test_types_of_tokens_are_served_where_prompts_alone_read_them():
+def test_token_type_ids_are_served_if_only_the_prompt_reads_them():
     config = transformers.PaliGemmaConfig(
         vision_config=transformers.SiglipVisionConfig(**VISION),
         text_config=transformers.GemmaConfig(**{**SHARED, "head_dim": 16, "pad_token_id": 0}),
@@ -154,7 +154,7 @@ def test_types_of_tokens_are_served_where_prompts_alone_read_them():
     assert served(model) == (7, {})
 
 
-def test_types_of_tokens_are_eager_where_all_steps_read_them():
+def test_token_type_ids_read_by_every_step_make_steps_eager():
     config = transformers.CTRLConfig(
         vocab_size=64, n_embd=32, dff=64, n_layer=2, n_head=2, n_positions=64
     )
@@ -247,7 +247,7 @@ def told(model: Any, call: dict[str, Any], **more: Any) -> Any:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", QWENS)
-def test_positions_of_time_height_and_width_are_served(name, device):
+def test_multimodal_positions_of_time_height_and_width_are_served(name, device):
     plain = qwen(name, device)
     model = with_graphs(copy.deepcopy(plain), max_batch=4, max_len=64, strict=True)
     words = {"input_ids": random_tokens(2, 6, device) % 100}
@@ -262,7 +262,7 @@ def test_positions_of_time_height_and_width_are_served(name, device):
     assert served(model) == (7 * 2 * len(calls), {})
 
 
-def test_a_conversation_about_a_picture_goes_on():
+def test_a_second_turn_about_a_picture_is_replayed():
     plain = qwen("Qwen3VL")
     model = with_graphs(copy.deepcopy(plain), max_batch=2, max_len=64, strict=True)
     first, turns = with_pictures(), []
@@ -276,7 +276,7 @@ def test_a_conversation_about_a_picture_goes_on():
     assert served(model) == (14, {})
 
 
-def test_a_capture_between_two_turns_keeps_the_deltas_of_the_first():
+def test_a_capture_between_two_turns_keeps_rope_deltas():
     model = qwen("Qwen2VL")
     told(model, with_pictures())
     deltas = model.model.rope_deltas.clone()
@@ -285,7 +285,7 @@ def test_a_capture_between_two_turns_keeps_the_deltas_of_the_first():
     assert torch.equal(model.model.rope_deltas, deltas)
 
 
-def test_a_loop_with_positions_in_other_planes_is_eager():
+def test_position_ids_without_the_text_plane_make_steps_eager():
     plain = qwen("Qwen3VL")
     model = with_graphs(copy.deepcopy(plain), max_batch=2, max_len=64, strict=True)
     tokens, caches = random_tokens(2, 6) % 100, []
@@ -299,7 +299,7 @@ def test_a_loop_with_positions_in_other_planes_is_eager():
     assert served(model) == (0, {"position_ids= is not of the shape (4, rows, 1)": 1})
 
 
-def test_a_loop_of_ones_own_gives_the_tokens_of_generate():
+def test_a_loop_of_prefill_and_step_gives_the_tokens_of_generate():
     plain = qwen("Qwen3VL")
     graphs = graphs_of(with_graphs(copy.deepcopy(plain), max_batch=2, max_len=64, strict=True))
     prompts = random_tokens(2, 6) % 100
@@ -323,13 +323,13 @@ def t5gemma() -> Any:
     ).eval()
 
 
-def test_outputs_that_nobody_asked_for_cannot_be_turned_off():
+def test_extra_outputs_that_no_option_controls_are_refused():
     with pytest.raises(CaptureError, match="decoder_hidden_states") as error:
         with_graphs(t5gemma(), max_batch=1, max_len=32, strict=True)
     assert str(error.value.advice).startswith("leave with_graphs() out")
 
 
-def test_outputs_that_the_config_asks_for_are_turned_off():
+def test_hidden_states_asked_for_by_the_config_are_refused_with_advice():
     model = new_model("llama", output_hidden_states=True)
     with pytest.raises(CaptureError, match="hidden_states") as error:
         with_graphs(model, max_batch=1, max_len=32, strict=True)
@@ -339,7 +339,7 @@ def test_outputs_that_the_config_asks_for_are_turned_off():
     with_graphs(model, max_batch=1, max_len=32, strict=True)
 
 
-def test_a_model_without_graphs_is_named_in_a_line():
+def test_graphs_of_names_the_class_of_a_model_without_graphs():
     with pytest.raises(InvalidOptionError) as error:
         graphs_of(new_model("llama"))
     assert error.value.got == "LlamaForCausalLM"

@@ -80,7 +80,7 @@ def served(model: Any) -> tuple[int, dict[str, int]]:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", SLIDING)
-def test_sequences_that_leave_the_window_give_their_own_tokens(name, device):
+def test_sequences_longer_than_the_sliding_window_give_eager_tokens(name, device):
     # Of another seed two beams of Cohere 2 have one score, but for rounding.
     model, tokens = sliding_model(name, device), random_tokens(3, 20, device, seed=1)
     expected = {way: call(model, tokens) for way, call in WAYS.items()}
@@ -91,7 +91,7 @@ def test_sequences_that_leave_the_window_give_their_own_tokens(name, device):
     assert graphs_of(model).report().window == WINDOW
 
 
-def test_compiled_steps_slide_too():
+def test_compiled_steps_beyond_the_sliding_window_give_eager_tokens():
     model, tokens = sliding_model("gemma2"), random_tokens(3, 20)
     expected = generate(model, tokens)
     options = CompileOptions(backend="eager")
@@ -101,13 +101,13 @@ def test_compiled_steps_slide_too():
     assert graphs_of(model).report().window == WINDOW
 
 
-def test_layers_that_slide_have_memory_for_their_window(model):
+def test_sliding_layers_keep_only_the_positions_of_their_window(model):
     lengths = [layer.keys.shape[1] for layer in graphs_of(model).steps.memory.layers]
     assert lengths == [WINDOW, LENGTH]
     assert "sliding layers keep 8 positions" in str(graphs_of(model).report())
 
 
-def test_all_positions_are_kept_where_a_window_would_save_less_than_half(plain):
+def test_all_positions_are_kept_if_the_window_saves_less_than_half(plain):
     model = with_graphs(sliding_model("gemma2"), max_batch=2, max_len=17, strict=True)
     assert graphs_of(model).report().window == WINDOW
     graphs_of(model).max_len = 2 * WINDOW - 1
@@ -117,14 +117,14 @@ def test_all_positions_are_kept_where_a_window_would_save_less_than_half(plain):
     assert torch.equal(generate(model, tokens, 10), generate(plain, tokens, 10))
 
 
-def test_a_row_of_padding_sees_all_of_the_ring(model):
+def test_the_mask_of_a_padding_row_covers_the_whole_window(model):
     """Nothing to look at is NaN in some kernels, and experts are then chosen by NaN."""
     memory = graphs_of(model).steps.memory
     cache = StepCache(memory, torch.tensor([0, 1, memory.rows]), torch.tensor([2 * WINDOW]))
     assert cache.mask()[:, LENGTH:].tolist() == [[0] * WINDOW, [0] * WINDOW, [1] * WINDOW]
 
 
-def test_chunks_of_attention_are_no_window():
+def test_chunked_attention_layers_keep_all_positions():
     config = transformers.Llama4TextConfig(
         **SHARED,
         head_dim=16,
@@ -143,7 +143,9 @@ def test_chunks_of_attention_are_no_window():
 
 
 @pytest.mark.parametrize("wrong", ["mask", "place"])
-def test_a_window_that_gives_other_logits_is_not_used(wrong, plain, monkeypatch, caplog):
+def test_a_window_that_changes_logits_is_dropped_and_all_positions_kept(
+    wrong, plain, monkeypatch, caplog
+):
     """Whether it is right is seen in steps that overwrite the first positions."""
 
     def wrong_mask(cache):
@@ -174,7 +176,7 @@ def test_a_window_that_gives_other_logits_is_not_used(wrong, plain, monkeypatch,
 
 
 @pytest.mark.parametrize("between", ["nothing", "another call", "a copy", "a reset loop"])
-def test_a_cache_goes_on_in_a_second_turn(model, plain, between):
+def test_a_returned_sliding_cache_continues_in_a_second_turn(model, plain, between):
     tokens, more = random_tokens(2, 20), random_tokens(2, 3, seed=4)
 
     def two_turns(model):
@@ -195,7 +197,7 @@ def test_a_cache_goes_on_in_a_second_turn(model, plain, between):
     assert served(model) == (4 + steps + 19, {})
 
 
-def test_a_loop_that_begins_anew_sees_nothing_of_the_sequence_before(model, plain):
+def test_a_reset_loop_reads_nothing_of_the_sequence_before(model, plain):
     graphs = graphs_of(model)
     for tokens in (random_tokens(4, 30, seed=6), random_tokens(2, 3)):
         logits = [graphs.prefill(tokens)]
@@ -209,7 +211,7 @@ def test_a_loop_that_begins_anew_sees_nothing_of_the_sequence_before(model, plai
 
 
 @pytest.mark.parametrize("length", [5, WINDOW - 1, WINDOW, 20])
-def test_a_cache_is_cropped_as_transformers_crops_its_own(model, plain, length):
+def test_cropping_a_sliding_cache_equals_cropping_transformers_cache(model, plain, length):
     """Before the window is full; from then on what has left it is gone."""
     ours, theirs = graphs_of(model).new_cache(), transformers.DynamicCache(config=plain.config)
     tokens = random_tokens(2, length)
@@ -235,7 +237,7 @@ def test_a_cache_is_cropped_as_transformers_crops_its_own(model, plain, length):
     assert served(model) == (12, {})
 
 
-def test_several_tokens_at_once_go_on_past_the_window(model, plain):
+def test_steps_of_several_tokens_continue_past_the_window(model, plain):
     ours, theirs = graphs_of(model).new_cache(), transformers.DynamicCache(config=plain.config)
     for at, length in enumerate((3, 2, 4, 9, 1, 5, 1)):
         tokens, logits = random_tokens(2, length, seed=at), []
@@ -248,7 +250,7 @@ def test_several_tokens_at_once_go_on_past_the_window(model, plain):
     assert served(model) == (2, {})
 
 
-def test_assisted_generation_leaves_the_ring_and_the_cache_comes_back(model, plain):
+def test_assisted_generation_runs_eagerly_and_its_cache_serves_the_next_call(model, plain):
     tokens = random_tokens(1, 4, seed=7).repeat(1, 4)
 
     given = {"prompt_lookup_num_tokens": 3, "return_dict_in_generate": True}
@@ -263,7 +265,7 @@ def test_assisted_generation_leaves_the_ring_and_the_cache_comes_back(model, pla
     assert not first.past_key_values.layers[0].record_past
 
 
-def test_a_sequence_longer_than_max_len_takes_its_window_along(plain):
+def test_a_sliding_sequence_beyond_max_len_continues_eagerly_with_its_window(plain):
     model = with_graphs(sliding_model("gemma2"), max_batch=2, max_len=24, strict=True)
     tokens = random_tokens(2, 14)
     assert torch.equal(generate(model, tokens), generate(plain, tokens))

@@ -27,7 +27,7 @@ def standin(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     monkeypatch.setitem(sys.modules, "transformers", module)
 
 
-def test_an_unknown_version_is_named_with_those_that_are_known(monkeypatch):
+def test_an_unknown_transformers_version_is_refused_with_the_known_versions(monkeypatch):
     standin(monkeypatch, "4.57.1")
     with pytest.raises(UnsupportedHostError, match=r"4\.57\.1") as raised:
         call()
@@ -35,7 +35,7 @@ def test_an_unknown_version_is_named_with_those_that_are_known(monkeypatch):
     assert "with_graphs" in str(raised.value)
 
 
-def test_a_known_version_without_a_name_is_refused_with_all_that_it_lacks(monkeypatch):
+def test_a_known_version_that_lacks_names_is_refused_with_all_missing_names(monkeypatch):
     standin(monkeypatch, f"{KNOWN[0]}.9")
     with pytest.raises(UnsupportedHostError) as raised:
         call()
@@ -43,7 +43,7 @@ def test_a_known_version_without_a_name_is_refused_with_all_that_it_lacks(monkey
         assert name in str(raised.value)
 
 
-def test_without_transformers_the_error_says_so(monkeypatch):
+def test_with_graphs_without_transformers_says_transformers_is_not_installed(monkeypatch):
     for name in [name for name in sys.modules if name.split(".")[0] == "transformers"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "transformers", None)
@@ -55,5 +55,5 @@ def test_without_transformers_the_error_says_so(monkeypatch):
     ("version", "known"),
     [("5.17", True), ("5.17.0", True), ("5.170.0", False), ("5.16.9", False), ("5.24.1", True)],
 )
-def test_patches_of_known_versions_are_known(version, known):
+def test_only_patch_releases_of_known_versions_are_accepted(version, known):
     assert is_known(version, KNOWN) is known

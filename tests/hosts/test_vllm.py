@@ -132,7 +132,7 @@ def test_a_wrapper_captures_in_a_session_and_replays_each_descriptor(vllm, name)
 
 
 @pytest.mark.parametrize("name", ["PIECEWISE", "FULL"])
-def test_where_graphs_are_tried_a_changed_number_is_found(vllm, name, monkeypatch):
+def test_a_trial_of_wrapper_graphs_finds_a_changed_number(vllm, name, monkeypatch):
     monkeypatch.setenv("GRAPHRT_CHECK", "first")
     config, buffer, key = host.config([2], name), torch.zeros(2, 4), vllm.Key(2)
     scale = SimpleNamespace(value=1.0)
@@ -163,7 +163,7 @@ def test_where_graphs_are_tried_a_changed_number_is_found(vllm, name, monkeypatc
     assert all(right[-5:])
 
 
-def test_a_partition_of_inductor_may_clear_its_list_of_arguments(vllm):
+def test_an_inductor_partition_that_clears_its_argument_list_is_replayed(vllm):
     config, buffer, key = host.config([2], "PIECEWISE"), torch.zeros(2, 4), vllm.Key(2)
 
     def partition(arguments):
@@ -183,7 +183,7 @@ def test_a_partition_of_inductor_may_clear_its_list_of_arguments(vllm):
             assert torch.equal(model(buffer), buffer + 1)
 
 
-def test_pieces_of_one_forward_are_one_step(vllm):
+def test_all_pieces_of_a_forward_count_as_a_single_step(vllm):
     config, buffer = host.config([2], "PIECEWISE"), torch.zeros(2, 4)
     pieces = [
         vllm.v1.CUDAGraphWrapper(Forward(), config, runtime_mode=vllm.mode.PIECEWISE)
@@ -210,7 +210,7 @@ def test_pieces_of_one_forward_are_one_step(vllm):
         assert _state.state.pools.steps == before + count
 
 
-def test_after_the_session_an_unseen_batch_runs_eagerly_and_the_log_says_so(vllm, told):
+def test_an_uncaptured_batch_runs_eagerly_and_the_log_counts_the_misses(vllm, told):
     config, forward, buffer = host.config([2], "PIECEWISE"), Forward(), torch.zeros(4, 4)
     wrapper = vllm.v1.CUDAGraphWrapper(forward, config, runtime_mode=vllm.mode.PIECEWISE)
     capture_all(vllm, config, wrapper, buffer, vllm.mode.PIECEWISE, [vllm.Key(2)])
@@ -223,7 +223,7 @@ def test_after_the_session_an_unseen_batch_runs_eagerly_and_the_log_says_so(vllm
     assert len(missed) == 2 and missed[1].endswith("10 times so far")
 
 
-def test_the_log_says_why_vllm_dispatched_no_graph(vllm, told):
+def test_the_log_says_why_vllm_dispatched_no_graph_for_a_batch(vllm, told):
     config, buffer = host.config([2], "PIECEWISE"), torch.zeros(4, 4)
     wrapper = vllm.v1.CUDAGraphWrapper(Forward(), config, runtime_mode=vllm.mode.PIECEWISE)
     with step(vllm, config, vllm.mode.NONE, None, tokens=9, attn={}):
@@ -237,7 +237,7 @@ def test_the_log_says_why_vllm_dispatched_no_graph(vllm, told):
     assert "(1 tokens) ran eagerly, as vLLM found no graph for a batch of its kind" in told.text
 
 
-def test_a_step_of_another_mode_or_of_none_calls_the_runnable(vllm):
+def test_a_wrapper_calls_its_runnable_in_steps_of_another_graph_mode(vllm):
     config, forward, buffer = host.config([2], "FULL"), Forward(), torch.zeros(2, 4)
     inner = vllm.v1.CUDAGraphWrapper(forward, config, runtime_mode=vllm.mode.PIECEWISE)
     outer = vllm.v1.CUDAGraphWrapper(inner, config, runtime_mode=vllm.mode.FULL)
@@ -249,7 +249,7 @@ def test_a_step_of_another_mode_or_of_none_calls_the_runnable(vllm):
     assert forward.calls == 3
 
 
-def test_vllm_meets_graphrts_wrapper_by_every_name(vllm):
+def test_every_import_name_of_vllms_wrapper_gives_the_wrapper_of_graphrt(vllm):
     config = host.config([1], "FULL")
     wrapper = vllm.v1.CUDAGraphWrapper(Forward(), config, runtime_mode=vllm.mode.FULL)
     assert isinstance(wrapper, vllm.Own) and isinstance(wrapper, graphrt.GraphWrapper)
@@ -261,7 +261,7 @@ def test_vllm_meets_graphrts_wrapper_by_every_name(vllm):
     assert wrapper.cudagraph_wrapper is wrapper
 
 
-def test_elastic_scaling_takes_graphs_away_by_assignment(vllm):
+def test_assigning_an_empty_dict_of_entries_drops_all_graphs(vllm):
     config, buffer = host.config([2], "FULL"), torch.zeros(2, 4)
     wrapper = vllm.v1.CUDAGraphWrapper(Forward(), config, runtime_mode=vllm.mode.FULL)
     for _ in range(2):
@@ -271,7 +271,7 @@ def test_elastic_scaling_takes_graphs_away_by_assignment(vllm):
         assert not wrapper.entries
 
 
-def test_numbers_on_the_host_are_baked_in_for_adapters_alone(vllm):
+def test_host_numbers_are_baked_in_only_with_a_lora_config(vllm):
     config = host.config([1], "FULL")
     plain = vllm.v1.CUDAGraphWrapper(Forward(), config, runtime_mode=vllm.mode.FULL)
     config.lora_config = SimpleNamespace(max_loras=2)
@@ -279,7 +279,7 @@ def test_numbers_on_the_host_are_baked_in_for_adapters_alone(vllm):
     assert plain.options.host_arguments == "refuse" and adapted.options.host_arguments == "bake"
 
 
-def test_memory_that_sleep_mode_offloads_is_refused(vllm):
+def test_a_graph_pool_offloaded_by_sleep_mode_is_refused(vllm):
     config = host.config([1], "FULL")
     config.use_cumem_cudagraph_pool = True
     with pytest.raises(graphrt.errors.UnsupportedHostError, match="sleep_mode_offload_cudagraph"):
@@ -289,7 +289,7 @@ def test_memory_that_sleep_mode_offloads_is_refused(vllm):
 # Pools --------------------------------------------------------------------------------------------
 
 
-def test_profiling_captures_in_a_pool_of_its_own_which_is_closed_after_it(vllm):
+def test_memory_profiling_captures_in_a_throwaway_pool_that_is_closed_afterwards(vllm):
     config, buffer, keys = host.config([2], "PIECEWISE"), torch.zeros(2, 4), [vllm.Key(2)]
     wrapper = vllm.v1.CUDAGraphWrapper(Forward(), config, runtime_mode=vllm.mode.PIECEWISE)
     real, profiling = wrapper.graph_pool, vllm.platform.graph_pool_handle()
@@ -304,7 +304,7 @@ def test_profiling_captures_in_a_pool_of_its_own_which_is_closed_after_it(vllm):
     assert len(wrapper.entries) == 1 and wrapper.graph_pool is real
 
 
-def test_another_pool_takes_graphs_away_and_is_captured_in(vllm):
+def test_assigning_another_graph_pool_drops_graphs_and_captures_in_the_new_pool(vllm):
     config, buffer, keys = host.config([2], "FULL"), torch.zeros(2, 4), [vllm.Key(2)]
     wrapper = vllm.v1.CUDAGraphWrapper(Forward(), config, runtime_mode=vllm.mode.FULL)
     capture_all(vllm, config, wrapper, buffer, vllm.mode.FULL, keys)
@@ -315,7 +315,7 @@ def test_another_pool_takes_graphs_away_and_is_captured_in(vllm):
     assert wrapper.pool.captures == 1 and wrapper.sealed
 
 
-def test_a_pool_that_appears_while_vllm_captures_is_in_the_session(vllm):
+def test_a_wrapper_made_during_the_capture_session_captures_in_the_session(vllm):
     config, buffer = host.config([2], "FULL"), torch.zeros(2, 4)
     with vllm.v1.graph_capture(device=torch.device("cpu")):
         wrapper = vllm.v1.CUDAGraphWrapper(Forward(), config, runtime_mode=vllm.mode.FULL)
@@ -324,7 +324,7 @@ def test_a_pool_that_appears_while_vllm_captures_is_in_the_session(vllm):
     assert wrapper.sealed and len(wrapper.entries) == 1
 
 
-def test_profiling_of_either_runner_ends_with_that(vllm, monkeypatch):
+def test_memory_profiling_of_both_model_runners_closes_unused_pools(vllm, monkeypatch):
     uninstall()
     called: list[str] = []
     runners = (vllm.v1.GPUModelRunner, vllm.v2_runner.GPUModelRunner)
@@ -365,7 +365,7 @@ class Decoder:
         return (forward, None) if self.pairs else forward
 
 
-def test_full_graphs_of_the_v2_runner_are_graphrts(vllm):
+def test_the_v2_model_runner_replays_full_graphs_of_graphrt(vllm):
     decoder = Decoder(vllm, [1, 2, 4], "FULL_DECODE_ONLY")
     manager, before = decoder.manager, vllm.counter.num_cudagraph_captured
     manager.capture(decoder.create)
@@ -382,7 +382,7 @@ def test_full_graphs_of_the_v2_runner_are_graphrts(vllm):
     assert decoder.model.calls == calls
 
 
-def test_where_graphs_are_tried_a_changed_number_is_found_in_full_graphs_of_v2(vllm, monkeypatch):
+def test_a_trial_finds_a_changed_number_in_full_graphs_of_the_v2_runner(vllm, monkeypatch):
     monkeypatch.setenv("GRAPHRT_CHECK", "first")
 
     class Scaled(Forward):
@@ -410,7 +410,7 @@ def test_where_graphs_are_tried_a_changed_number_is_found_in_full_graphs_of_v2(v
     assert all(right[-5:])
 
 
-def test_full_and_piecewise_share_a_loop_and_a_pool(vllm):
+def test_full_and_piecewise_graphs_share_a_capture_loop_and_a_pool(vllm):
     config = host.config([2, 4], "FULL_AND_PIECEWISE")
     piece = vllm.v1.CUDAGraphWrapper(Forward(), config, runtime_mode=vllm.mode.PIECEWISE)
     decoder = Decoder(vllm, [2, 4], "FULL_AND_PIECEWISE", piece)
@@ -420,7 +420,7 @@ def test_full_and_piecewise_share_a_loop_and_a_pool(vllm):
     assert list(_state.state.pools._pools) == [decoder.manager.pool]
 
 
-def test_graphs_that_a_manager_forgets_are_destroyed_and_can_be_captured_again(vllm):
+def test_graphs_cleared_by_the_manager_are_destroyed_and_can_be_recaptured(vllm):
     decoder = Decoder(vllm, [1, 2], "FULL_DECODE_ONLY")
     manager = decoder.manager
     manager.capture(decoder.create)
@@ -433,7 +433,7 @@ def test_graphs_that_a_manager_forgets_are_destroyed_and_can_be_captured_again(v
     assert len(pool.keyed(None)) == 2 and list(_state.state.pools._pools.values()) == [pool]
 
 
-def test_a_loop_that_captures_no_forward_is_an_error(vllm):
+def test_a_graph_context_that_captures_no_forward_raises(vllm):
     decoder = Decoder(vllm, [1], "FULL_DECODE_ONLY")
     graph = decoder_graph(decoder)
     with (
@@ -457,7 +457,7 @@ def decoder_graph(decoder) -> Any:
     return made[-1]
 
 
-def test_the_offloader_is_joined_inside_of_a_graph(vllm, monkeypatch):
+def test_the_weight_offloader_is_synced_before_and_joined_inside_a_capture(vllm, monkeypatch):
     called: list[str] = []
     offloader = SimpleNamespace(
         sync_prev_onload=lambda: called.append("sync"),
@@ -493,7 +493,7 @@ def marked(vllm, monkeypatch):
     return vllm.breakable.eager_break_during_capture
 
 
-def test_breakable_graphs_break_where_vllm_marked_it(vllm, marked):
+def test_breakable_graphs_run_vllms_marked_functions_eagerly_between_pieces(vllm, marked):
     lengths: list[int] = []
 
     @marked
@@ -527,7 +527,7 @@ def test_breakable_graphs_break_where_vllm_marked_it(vllm, marked):
     assert not wrapper.entries and wrapper.graph_pool is other is not real
 
 
-def test_breakable_graphs_of_one_shape_differ_by_the_key_of_the_host(vllm):
+def test_breakable_graphs_of_equal_shape_are_told_apart_by_key_fn(vllm):
     config, buffer = host.config([2], "PIECEWISE"), torch.zeros(2, 4)
     theirs = vllm.breakable.BreakableCUDAGraphWrapper.__mro__[1]
     if "key_fn" not in inspect.signature(theirs).parameters:
@@ -565,7 +565,7 @@ class Vision:
         return values["pixels"] @ self.weight
 
 
-def test_encoder_graphs_are_graphrts_until_the_manager_clears_them(vllm):
+def test_encoder_graphs_are_captured_by_graphrt_and_freed_when_the_manager_clears(vllm):
     manager = object.__new__(vllm.encoder.EncoderCudaGraphManager)
     manager.__dict__.update(
         model=Vision(), token_budgets=[2, 4], max_batch_size=2, max_frames_per_batch=0,
@@ -593,7 +593,7 @@ def test_encoder_graphs_are_graphrts_until_the_manager_clears_them(vllm):
 # The report ---------------------------------------------------------------------------------------
 
 
-def test_the_report_has_pieces_by_batch_with_steps_seconds_and_bytes(vllm):
+def test_the_report_lists_piecewise_graphs_per_batch_with_steps_seconds_and_bytes(vllm):
     config, buffer = host.config([2, 4], "PIECEWISE"), torch.zeros(4, 4)
     mode = vllm.mode.PIECEWISE
     pieces = [vllm.v1.CUDAGraphWrapper(Forward(), config, runtime_mode=mode) for _ in range(3)]
@@ -629,7 +629,7 @@ def test_the_report_has_pieces_by_batch_with_steps_seconds_and_bytes(vllm):
     assert "PIECEWISE [2 tokens]      5" in text and "Padding" not in text
 
 
-def test_the_report_has_graphs_in_the_order_of_the_last_captures():
+def test_the_report_lists_graphs_in_the_order_of_the_last_captures():
     table, pool, mode = Table(), graphrt.GraphPool("cpu"), graphrt.GraphMode.FULL
     for sizes in ((2, 4), (4, 2)):
         table.begin()
@@ -639,7 +639,7 @@ def test_the_report_has_graphs_in_the_order_of_the_last_captures():
     assert [graph.descriptor.num_tokens for graph in report.graphs] == [4, 2]
 
 
-def test_the_report_has_full_graphs_of_the_v2_runner_beside_pieces(vllm):
+def test_the_report_counts_full_graph_steps_of_the_v2_runner_beside_pieces(vllm):
     config = host.config([2, 4], "FULL_AND_PIECEWISE")
     piece = vllm.v1.CUDAGraphWrapper(Forward(), config, runtime_mode=vllm.mode.PIECEWISE)
     decoder = Decoder(vllm, [2, 4], "FULL_AND_PIECEWISE", piece)
@@ -656,7 +656,7 @@ def test_the_report_has_full_graphs_of_the_v2_runner_beside_pieces(vllm):
     assert full == {2: 3, 4: 0} and len(report.graphs) == 4
 
 
-def test_the_report_has_encoder_graphs_by_budget(vllm):
+def test_the_report_counts_encoder_replays_by_token_budget(vllm):
     manager = object.__new__(vllm.encoder.EncoderCudaGraphManager)
     manager.__dict__.update(
         model=Vision(), token_budgets=[4], max_batch_size=2, max_frames_per_batch=0,
@@ -671,7 +671,7 @@ def test_the_report_has_encoder_graphs_by_budget(vllm):
     assert count == 2
 
 
-def test_a_batch_that_is_captured_again_begins_anew(vllm):
+def test_recapturing_a_batch_resets_its_step_count_in_the_report(vllm):
     config, buffer, mode = host.config([2], "FULL"), torch.zeros(2, 4), vllm.mode.FULL
     wrapper = vllm.v1.CUDAGraphWrapper(Forward(), config, runtime_mode=mode)
     for _ in range(2):
@@ -683,7 +683,7 @@ def test_a_batch_that_is_captured_again_begins_anew(vllm):
     assert len(report.graphs) == 1 and list(report.steps.values()) == [1]
 
 
-def test_the_variable_has_each_process_save_its_report(vllm, monkeypatch, tmp_path):
+def test_the_report_variable_makes_each_process_save_its_report(vllm, monkeypatch, tmp_path):
     monkeypatch.setenv("GRAPHRT_VLLM_REPORT", str(tmp_path / "run.json"))
     config, buffer, mode = host.config([2], "FULL"), torch.zeros(2, 4), vllm.mode.FULL
     wrapper = vllm.v1.CUDAGraphWrapper(Forward(), config, runtime_mode=mode)
@@ -696,14 +696,14 @@ def test_the_variable_has_each_process_save_its_report(vllm, monkeypatch, tmp_pa
 # Putting it in and taking it out ------------------------------------------------------------------
 
 
-def test_uninstalled_vllm_has_its_own_again(vllm):
+def test_uninstall_restores_the_own_wrapper_classes_of_vllm(vllm):
     uninstall()
     assert vllm.v1.CUDAGraphWrapper is vllm.Own and vllm.v2.torch is torch
     path = vllm.platform.get_static_graph_wrapper_cls()
     assert path == "vllm.compilation.cuda_graph.CUDAGraphWrapper"
 
 
-def test_graphs_are_off_for_all_of_vllm_where_they_are_for_the_process(vllm, monkeypatch, told):
+def test_mode_setting_without_graphs_turns_off_vllms_graphs_too(vllm, monkeypatch, told):
     assert vllm.platform.support_static_graph_mode()
     uninstall()
     monkeypatch.setenv("GRAPHRT_MODE", "NONE")
@@ -712,7 +712,7 @@ def test_graphs_are_off_for_all_of_vllm_where_they_are_for_the_process(vllm, mon
     assert vllm.v1.CUDAGraphWrapper is vllm.Own and "without graphs" in told.text
 
 
-def test_a_version_that_is_not_known_is_refused_by_name(vllm, monkeypatch):
+def test_an_unknown_vllm_version_is_refused_by_number(vllm, monkeypatch):
     uninstall()
     monkeypatch.setattr(sys.modules["vllm"], "__version__", "0.30.1")
     with pytest.raises(graphrt.errors.UnsupportedHostError, match=r"0\.30\.1"):
@@ -729,7 +729,7 @@ def test_a_version_that_is_not_known_is_refused_by_name(vllm, monkeypatch):
         ("breakable", "eager_break_during_capture", lambda fn: fn, "'add_eager'"),
     ],
 )  # fmt: skip
-def test_a_vllm_that_changed_is_refused_before_it_serves(
+def test_a_vllm_with_a_changed_internal_name_is_refused_at_install(
     vllm, monkeypatch, where, name, value, said
 ):
     uninstall()
@@ -743,14 +743,14 @@ def test_a_vllm_that_changed_is_refused_before_it_serves(
     assert vllm.v1.CUDAGraphWrapper is vllm.Own
 
 
-def test_another_platform_is_refused(vllm, monkeypatch):
+def test_installing_on_another_vllm_platform_is_refused(vllm, monkeypatch):
     uninstall()
     monkeypatch.setattr(type(vllm.platform), "serves_graphrt", False)
     with pytest.raises(graphrt.errors.UnsupportedHostError, match="graphrt_vllm"):
         install()
 
 
-def test_the_platform_is_offered_on_gpus_for_known_versions_alone(vllm, monkeypatch):
+def test_the_vllm_platform_plugin_is_offered_only_on_gpus_for_known_versions(vllm, monkeypatch):
     package, platforms = sys.modules["vllm"], vllm.platforms
     monkeypatch.setattr(platforms, "cuda_platform_plugin", lambda: "vllm.platforms.cuda.It")
     assert graphrt.hosts.vllm.platform() == "graphrt.hosts.vllm.GraphrtCudaPlatform"

@@ -109,13 +109,13 @@ def test_200_steps_with_changing_lengths_equal_eager(runner):
     [{"asks_each_step": True}, {"gives_none": True}, {"layers": 1}],
     ids=["workspace asked each step", "no workspace", "one layer"],
 )
-def test_updates_of_every_kind_equal_eager(way, first):
+def test_replays_with_every_kind_of_update_equal_eager(way, first):
     made = Runner(**way)
     made.capture()
     assert made.differs(25, first=first) == []
 
 
-def test_what_a_graph_reads_lives_until_its_device_is_done_with_it(runner):
+def test_block_tables_of_the_last_two_steps_are_kept_alive(runner):
     tables = []
     for _ in range(4):
         lens = runner.fill(8)
@@ -144,7 +144,7 @@ def test_a_draft_whose_block_table_is_another_tensor_each_step_equals_eager(kind
         torch.npu.empty_cache()
 
 
-def test_two_graphs_of_as_many_tokens_keep_their_own_sites_and_workspaces():
+def test_two_graphs_of_equal_token_count_keep_separate_tasks_and_workspaces():
     made = Runner(sizes=(8,))
     plain, lora = Key(8), Key(8, lora=True)
     made.capture(plain, lora)
@@ -155,7 +155,7 @@ def test_two_graphs_of_as_many_tokens_keep_their_own_sites_and_workspaces():
     assert made.params.workspaces[8] is None
 
 
-def test_an_update_that_leaves_layers_out_is_an_error_and_no_hang(runner):
+def test_an_update_that_omits_a_layer_raises_without_a_hang(runner):
     runner.model.only = 2
     lens = runner.fill(8)
     with pytest.raises(TaskContractError, match="1 without a signal"):
@@ -167,7 +167,7 @@ def test_an_update_that_leaves_layers_out_is_an_error_and_no_hang(runner):
 
 @pytest.mark.parametrize("first", [False, True], ids=["after the call", "before it"])
 @pytest.mark.parametrize("layer", [0, 1, 2])
-def test_an_update_that_raises_leaves_a_device_that_serves(runner, layer, first):
+def test_after_an_update_raised_the_next_steps_equal_eager(runner, layer, first):
     def fail(at):
         if at == layer:
             raise ZeroDivisionError("in the host's own code")
@@ -181,7 +181,7 @@ def test_an_update_that_raises_leaves_a_device_that_serves(runner, layer, first)
     assert runner.differs(8, first=first) == []
 
 
-def test_a_step_without_an_update_is_told_at_the_next_one(runner):
+def test_a_step_without_an_update_raises_at_the_next_step(runner):
     lens = runner.fill(8)
     with runner.host.step(runner.context(Key(8), Mode.FULL, lens)):
         runner.wrapper(runner.x)
@@ -191,7 +191,7 @@ def test_a_step_without_an_update_is_told_at_the_next_one(runner):
     assert runner.differs(6) == []
 
 
-def test_an_update_before_a_call_that_did_not_come_counts_for_no_other(runner):
+def test_an_update_whose_call_never_came_is_used_by_no_later_call(runner):
     for key in (Key(8), Key(4), Key(8)):
         context = runner.context(key, Mode.FULL, runner.fill(key.num_tokens))
         with runner.host.step(context):
@@ -200,7 +200,7 @@ def test_an_update_before_a_call_that_did_not_come_counts_for_no_other(runner):
     assert runner.differs(6, first=True) == []
 
 
-def test_an_update_without_a_workspace_gets_the_captured_one():
+def test_an_update_without_a_workspace_uses_the_captured_workspace():
     made = Runner(gives_none=True)
     made.capture()
     assert made.differs(3) == []
@@ -210,7 +210,7 @@ def test_an_update_without_a_workspace_gets_the_captured_one():
             assert site.issued.workspace.data_ptr() == site.before.workspace.data_ptr()
 
 
-def test_scratch_memory_belongs_to_the_graph_after_its_capture(monkeypatch):
+def test_the_host_keeps_no_scratch_tensor_alive_after_its_capture(monkeypatch):
     made, asked = Runner(), []
     scratch = host.scratch
 
@@ -225,7 +225,7 @@ def test_scratch_memory_belongs_to_the_graph_after_its_capture(monkeypatch):
     assert made.differs(4) == []
 
 
-def test_a_negative_length_is_named_and_the_device_serves_on(runner):
+def test_a_negative_length_is_refused_and_later_steps_equal_eager(runner):
     lens = runner.fill(8)
     with pytest.raises(InvalidUpdateError, match="negative length"):
         runner.replay(Key(8), [-1, *lens[1:]])
@@ -233,13 +233,13 @@ def test_a_negative_length_is_named_and_the_device_serves_on(runner):
     assert runner.differs(6) == []
 
 
-def test_a_site_that_is_signalled_outside_of_its_update_is_named(runner):
+def test_signalling_a_task_event_outside_of_its_update_raises(runner):
     entry = runner.wrapper._graphs.entries[runner.wrapper._descriptors[Key(8)]]
     with pytest.raises(TaskContractError, match="outside of its update"):
         entry.tasks[0].handle.record.event.record(runner.stream)
 
 
-def test_sleep_clears_and_wakes_up(runner):
+def test_sleep_clears_all_graphs_and_wake_up_recaptures(runner):
     entry = runner.wrapper.concrete_aclgraph_entries[Key(8)]
     assert isinstance(entry.aclgraph, torch.npu.NPUGraph)
     assert entry.output.shape == runner.x.shape
@@ -256,7 +256,7 @@ def test_sleep_clears_and_wakes_up(runner):
     assert len(runner.wrapper._graphs.entries) == 0
 
 
-def test_nothing_is_captured_where_the_engine_has_ended_it(runner):
+def test_a_capture_after_the_engine_ended_capturing_raises(runner):
     runner.host.capturing_enabled = False
     with (
         pytest.raises(RuntimeError, match="capturing is over"),
@@ -266,7 +266,7 @@ def test_nothing_is_captured_where_the_engine_has_ended_it(runner):
     assert runner.differs(2) == []
 
 
-def test_the_wrapper_is_what_is_read_of_it(runner):
+def test_the_wrapper_forwards_attributes_and_has_unwrap_and_runtime_mode(runner):
     runner.model.extra = "the runnable's"
     assert runner.wrapper.extra == "the runnable's"
     assert runner.wrapper.unwrap() is runner.model
@@ -277,7 +277,7 @@ def test_the_wrapper_is_what_is_read_of_it(runner):
         runner.host.wrapper_class(runner.model, runner.host.config, Mode.NONE)
 
 
-def test_a_piece_with_weak_outputs_replays_its_values_and_is_right_in_full_mode():
+def test_a_piece_with_weak_outputs_gives_right_values_in_both_graph_modes():
     engine = Host()
     options = host.Options(weak_ref_output=True)
     piece = engine.wrapper_class(lambda x: x * 2 + 1, engine.config, Mode.PIECEWISE, options)
@@ -292,7 +292,7 @@ def test_a_piece_with_weak_outputs_replays_its_values_and_is_right_in_full_mode(
 
 
 @pytest.mark.parametrize("weak", [True, False])
-def test_what_a_capturing_call_returns_holds_its_memory_unless_that_is_weak(weak):
+def test_only_a_weak_output_of_a_capturing_call_frees_its_memory(weak):
     engine = Host()
     options = host.Options(weak_ref_output=weak)
     piece = engine.wrapper_class(lambda x: x * 2, engine.config, Mode.PIECEWISE, options)
@@ -304,7 +304,7 @@ def test_what_a_capturing_call_returns_holds_its_memory_unless_that_is_weak(weak
     assert (torch.npu.memory_allocated() - before < x.nbytes) is weak
 
 
-def test_a_device_that_needs_its_updates_first_refuses_them_after_the_launch(runner):
+def test_an_update_first_device_refuses_updates_after_the_launch(runner):
     platform = runner.wrapper._graphs.pool.platform
     options = AscendOptions(update_order="update_first")
     strict = type(platform)(options) if isinstance(platform, AscendPlatform) else None
@@ -323,7 +323,7 @@ def test_a_device_that_needs_its_updates_first_refuses_them_after_the_launch(run
         tasks.update_first = before
 
 
-def test_params_without_a_capture_are_plain_lists():
+def test_graph_params_without_a_capture_behave_as_plain_lists():
     """As vllm-ascend's second model runner uses them, which captures by itself."""
     params = GraphParams({4: []}, {4: None}, {4: []}, {4: []})
     params.events[4].append("event")
@@ -335,7 +335,7 @@ def test_params_without_a_capture_are_plain_lists():
         params.handles[5]
 
 
-def test_the_switch_is_off_unless_it_is_set(monkeypatch):
+def test_the_plugin_switch_is_off_by_default_and_refuses_unknown_values(monkeypatch):
     monkeypatch.delenv(SWITCH, raising=False)
     install_if_asked()
     monkeypatch.setenv(SWITCH, "perhaps")
@@ -343,7 +343,7 @@ def test_the_switch_is_off_unless_it_is_set(monkeypatch):
         install_if_asked()
 
 
-def test_a_version_that_is_not_known_is_named(monkeypatch):
+def test_an_unknown_vllm_ascend_version_is_refused(monkeypatch):
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0.9.1")
     with pytest.raises(ImportError, match="does not know this version"):
         install()

@@ -23,7 +23,7 @@ Mode = SimpleNamespace
 Key = namedtuple("Key", "num_tokens num_reqs uniform", defaults=(None, False))
 
 
-def test_without_the_variable_nothing_of_vllm_is_imported(tmp_path):
+def test_the_plugin_switched_off_does_not_import_vllm(tmp_path):
     (tmp_path / "vllm.py").write_text("raise AssertionError('vLLM was imported')")
     environment = {name: text for name, text in os.environ.items() if name != "GRAPHRT_VLLM"}
     environment |= {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
@@ -41,13 +41,13 @@ for value in ("", "0"):
 
 
 @pytest.mark.parametrize("entry", [install, platform])
-def test_a_value_that_is_no_switch_is_named(entry, monkeypatch):
+def test_an_invalid_value_of_the_vllm_switch_is_refused(entry, monkeypatch):
     monkeypatch.setenv("GRAPHRT_VLLM", "yes")
     with pytest.raises(graphrt.errors.UnsupportedHostError, match="GRAPHRT_VLLM is a switch"):
         entry()
 
 
-def test_steps_of_one_descriptor_have_one_context_and_are_told_apart():
+def test_steps_of_equal_descriptors_share_a_context_with_fresh_tokens():
     steps = Steps(EagerSteps(), Table())
     piecewise, full = Mode(name="PIECEWISE"), Mode(name="FULL")
     keys = [Key(4), Key(4, 4), Key(4, 4, True), Key(8)]
@@ -66,7 +66,7 @@ def test_a_step_without_a_graph_has_the_context_of_mode_none():
         assert steps.of(Mode(name=mode), key).mode is GraphMode.NONE
 
 
-def test_contexts_are_not_kept_without_end():
+def test_the_number_of_kept_step_contexts_is_bounded():
     steps, mode = Steps(EagerSteps(), Table()), Mode(name="FULL")
     for tokens in range(1, MOST + 100):
         steps.of(mode, Key(tokens))
@@ -75,7 +75,7 @@ def test_contexts_are_not_kept_without_end():
     assert steps.of(mode, late).descriptor == steps.of(mode, late).descriptor
 
 
-def test_a_mark_that_calls_another_closure_is_refused_by_name():
+def test_a_vllm_marker_with_an_unknown_closure_is_refused_by_name():
     def closure(other=1):
         return other
 

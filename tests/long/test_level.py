@@ -22,27 +22,27 @@ class Left:
         self.more: list[Any] = []
 
 
-def test_a_line_that_rises_is_not_level():
+def test_a_steadily_rising_figure_is_reported_as_rising():
     assert not is_level(STEPS, [1000 + step // 100 for step in STEPS], 0)
     assert round(rise(STEPS, [1000 + step // 100 for step in STEPS])) == 390
 
 
-def test_what_rises_before_a_third_of_the_run_is_a_warm_up():
+def test_a_rise_in_the_first_third_counts_as_warm_up():
     assert is_level(STEPS, [min(step, 19_000) for step in STEPS], 0)
 
 
-def test_a_jump_in_the_last_third_is_not_level():
+def test_a_large_jump_in_the_last_third_is_reported_as_rising():
     assert not is_level(STEPS, [1000] * 40 + [1030] * 20, 0)
     assert is_level(STEPS, [1000] * 40 + [1010] * 20, 0)
 
 
-def test_what_varies_is_level_and_so_is_what_falls():
+def test_varying_and_falling_figures_are_not_reported_as_rising():
     number = random.Random(0)
     assert is_level(STEPS, [10_000 + number.randint(-300, 300) for _ in STEPS], 0)
     assert is_level(STEPS, [10_000 - step // 10 for step in STEPS], 0)
 
 
-def test_one_file_descriptor_more_is_not_level():
+def test_a_single_leaked_file_descriptor_is_reported_as_rising():
     assert not is_level(STEPS, [6] * 40 + [7] * 20, level.BESIDES["fds"])
 
 
@@ -54,17 +54,17 @@ def sampled(each_step: Any) -> Figures:
     return figures
 
 
-def test_objects_that_gather_are_named_by_their_type():
+def test_leaked_python_objects_are_named_by_their_type():
     kept: list[Left] = []
     figures = sampled(lambda: kept.extend(Left() for _ in range(OBJECTS_BESIDES)))
     assert any("test_level.Left" in each for each in figures.not_level())
 
 
-def test_objects_that_come_and_go_are_none():
+def test_temporary_python_objects_are_not_reported_as_leaked():
     figures = sampled(lambda: [Left() for _ in range(OBJECTS_BESIDES)])
     assert not any("Left" in each for each in figures.not_level())
 
 
-def test_a_table_shows_each_figure():
+def test_the_table_of_samples_shows_each_figure():
     rows = sampled(lambda: None).rows()
     assert {"arena", "threads", "tensors", "objects"} <= {row.split()[0] for row in rows[1:]}

@@ -36,23 +36,23 @@ def check(totals: long.Totals, steps: int) -> None:
         assert totals.ran[way], way
 
 
-def test_random_steps_of_clean_models_come_to_no_finding():
+def test_random_steps_of_clean_models_give_no_finding():
     check(long.run(60, level="capture"), 60)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("level", ["always", "off"])
-def test_random_steps_at_other_levels_come_to_no_finding(level):
+def test_random_steps_at_each_other_check_level_give_no_finding(level):
     check(long.run(2000, level=level), 2000)
 
 
 @pytest.mark.long
-def test_100_000_steps_come_to_no_finding_and_nothing_rises():
+def test_100_000_steps_give_no_finding_and_no_rising_figure():
     check(long.run(100_000), 100_000)
 
 
 @pytest.mark.cuda
-def test_random_steps_on_a_gpu_come_to_no_finding():
+def test_random_steps_on_a_gpu_give_no_finding():
     check(long.run(400, "cuda", "always"), 400)
 
 
@@ -63,7 +63,7 @@ class Drifting(Served):
         return super().forward(**inputs) + self.calls
 
 
-def test_a_model_that_is_not_clean_is_a_finding(monkeypatch):
+def test_a_model_with_drifting_state_gives_a_quarantine_finding(monkeypatch):
     monkeypatch.setattr(long, "Served", Drifting)
     monkeypatch.setattr(long, "SAMPLES", 1)
     totals = long.run(10, level="always")
@@ -71,7 +71,7 @@ def test_a_model_that_is_not_clean_is_a_finding(monkeypatch):
     assert any("was QUARANTINED" in each for each in totals.findings)
 
 
-def test_a_step_that_is_wrong_by_one_bit_is_a_finding(monkeypatch):
+def test_a_step_wrong_by_a_single_bit_gives_a_finding(monkeypatch):
     def off_by_one_bit(self: long.Run) -> list[object]:
         state = kept(self)
         self._served.steps.add_(1)
@@ -84,7 +84,7 @@ def test_a_step_that_is_wrong_by_one_bit_is_a_finding(monkeypatch):
 
 
 @pytest.mark.parametrize("findings", [[], ["one"]])
-def test_the_command_says_what_it_found(findings, capsys, monkeypatch):
+def test_the_long_command_prints_and_returns_the_number_of_findings(findings, capsys, monkeypatch):
     def run(*arguments: object, progress: bool) -> long.Totals:
         assert arguments == (3, "cpu", "off", 7)
         figures = Figures("cpu")

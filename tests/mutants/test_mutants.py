@@ -30,7 +30,7 @@ def changes(text: str, tmp_path: Path) -> dict[str, str]:
     return {f"{each.old} -> {each.new}": each.source for each in mutants(tmp_path, "small.py")}
 
 
-def test_each_mutant_is_one_change_that_python_can_read(tmp_path):
+def test_each_mutant_is_a_single_change_that_still_parses(tmp_path):
     texts = changes(SMALL, tmp_path)
     assert "size > 0 -> size >= 0" in texts
     assert "size > 0 and sizes -> size > 0 or sizes" in texts
@@ -41,14 +41,14 @@ def test_each_mutant_is_one_change_that_python_can_read(tmp_path):
         assert source != SMALL
 
 
-def test_changes_that_read_alike_have_names_of_their_own(tmp_path):
+def test_mutants_with_equal_text_get_different_names(tmp_path):
     (tmp_path / "alike.py").write_text("def f(x):\n    x.a = 0\n    x.b = 0\n    return x + 0\n")
     names = [mutant.name for mutant in mutants(tmp_path, "alike.py")]
     assert len(set(names)) == len(names)
     assert {"alike.py f: 0 -> 1", "alike.py f: 0 -> 1 (2)", "alike.py f: 0 -> 1 (3)"} <= set(names)
 
 
-def test_what_an_error_says_is_left_alone(tmp_path):
+def test_error_messages_are_not_mutated(tmp_path):
     assert not any("size + 1" in name for name in changes(SMALL, tmp_path))
 
 
@@ -61,13 +61,13 @@ def few_files(monkeypatch):
     return few
 
 
-def test_the_same_seed_chooses_the_same_mutants(few_files):
+def test_the_same_seed_draws_the_same_mutants(few_files):
     assert chosen(1, 0) == chosen(1, 0)
     assert {mutant.file for mutant in chosen(1, 0)} <= set(few_files)
 
 
 @pytest.mark.usefixtures("few_files")
-def test_a_mutant_is_found_by_its_name_or_a_part_of_it_among_those_drawn():
+def test_a_mutant_can_be_chosen_by_full_name_or_part_of_a_name():
     drawn = chosen(3, 0)
     assert chosen(3, 0, ["core/dispatch/"]) == [
         mutant for mutant in drawn if "core/dispatch/" in mutant.name
@@ -77,11 +77,11 @@ def test_a_mutant_is_found_by_its_name_or_a_part_of_it_among_those_drawn():
 
 
 @pytest.mark.usefixtures("few_files")
-def test_one_mutant_of_every_file_is_drawn_first():
+def test_drawing_more_mutants_per_file_keeps_the_first_mutants():
     assert set(chosen(1, 0)) <= set(chosen(3, 0))
 
 
-def test_what_may_survive_is_still_a_line_of_the_code():
+def test_every_explained_surviving_mutant_still_exists_in_the_code():
     named = {name.split(" ")[0] for name in explained()}
     all_files = [*files(TESTS), *files(ASCEND_TESTS)]
     names = {m.name for file in all_files if file in named for m in mutants(ROOT, file)}
@@ -89,7 +89,7 @@ def test_what_may_survive_is_still_a_line_of_the_code():
     assert sorted(explained().keys() - names) == []
 
 
-def test_mutants_by_hand_are_changes_of_files_that_the_tests_of_ascend_are_asked_about():
+def test_hand_written_mutants_change_files_covered_by_ascend_tests():
     mutants = by_hand(ROOT)
     assert len({mutant.name for mutant in mutants}) == len(mutants) >= 44
     assert {mutant.file for mutant in mutants} <= set(files(ASCEND_TESTS))
@@ -97,7 +97,7 @@ def test_mutants_by_hand_are_changes_of_files_that_the_tests_of_ascend_are_asked
         assert mutant.source != (ROOT / mutant.file).read_text()
 
 
-def test_one_that_is_out_of_date_is_an_error(tmp_path):
+def test_an_outdated_hand_written_mutant_raises(tmp_path):
     (tmp_path / "graphrt/ascend/update").mkdir(parents=True)
     (tmp_path / "graphrt/ascend/update/tasks.py").write_text("pass\n")
     with pytest.raises(ValueError, match="found 0 times"):
@@ -105,13 +105,13 @@ def test_one_that_is_out_of_date_is_an_error(tmp_path):
 
 
 @pytest.mark.parametrize("file", sorted({str(Path(file).parent) + "/" for file in files()}))
-def test_every_folder_has_tests_that_are_asked_first(file):
+def test_every_mutated_file_has_tests_that_are_run_first(file):
     assert asked_first(file)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="mutants run in forked processes")
 @pytest.mark.long
-def test_a_line_that_is_broken_is_noticed():
+def test_a_mutant_that_breaks_the_start_is_noticed():
     code = (
         "import torch\n"
         "from pathlib import Path\n"
@@ -131,7 +131,7 @@ def test_a_line_that_is_broken_is_noticed():
 
 @pytest.mark.long
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="mutants run in forked processes")
-def test_one_mutant_of_every_file_is_noticed_or_explained():
+def test_a_mutant_of_every_file_is_noticed_by_tests_or_explained():
     command = [sys.executable, "-m", "tests.mutants", "--per-file", "1", "--seed", "0"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=7200)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
@@ -139,7 +139,7 @@ def test_one_mutant_of_every_file_is_noticed_or_explained():
 
 @pytest.mark.npu
 @pytest.mark.long
-def test_every_mutant_of_ascend_by_hand_is_noticed_or_explained():
+def test_every_hand_written_ascend_mutant_is_noticed_or_explained():
     command = [sys.executable, "-m", "tests.mutants", "--per-file", "0"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=7200)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]

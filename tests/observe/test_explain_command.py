@@ -57,7 +57,7 @@ def run(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def test_nothing_stands_in_the_way():
+def test_explain_of_a_plain_forward_reports_no_obstacles():
     code, text = run(f"{HERE}plain", "--input", INPUT, "--platform", "cpu")
     assert code == 0
     assert "Nothing stands in the way of one graph (FULL)." in text
@@ -66,7 +66,7 @@ def test_nothing_stands_in_the_way():
     assert "The replay equals the forward." in text and "A step takes " in text
 
 
-def test_the_code_that_it_shows_runs():
+def test_the_code_in_an_explanation_builds_a_working_runner():
     for forward, mode in ((plain, "FULL"), (with_three_obstacles, "PIECEWISE")):
         inputs = {"x": InputSpec(torch.float32, ("tokens", 8))}
         explanation = explain(forward, inputs, platform="cpu")
@@ -78,7 +78,7 @@ def test_the_code_that_it_shows_runs():
 
 
 @pytest.mark.parametrize(("target", "more"), [("plain", ()), ("made", ("--made",))])
-def test_the_printed_code_runs_as_it_stands(target, more):
+def test_the_printed_code_of_graphrt_explain_runs_unchanged(target, more):
     inputs = INPUT if target == "plain" else "input=float32[tokens,8]"
     _, text = run(f"{HERE}{target}", "--input", inputs, *more, "--platform", "cpu")
     names: dict[str, Any] = {}
@@ -86,7 +86,7 @@ def test_the_printed_code_runs_as_it_stands(target, more):
     assert len(names["runner"].report().graphs) == 1
 
 
-def test_every_operator_is_named_with_its_line():
+def test_explain_names_every_obstacle_operator_with_its_source_line():
     inputs = {"x": InputSpec(torch.float32, ("tokens", 8))}
     explanation = explain(with_three_obstacles, inputs, platform="cpu")
     # Each operator once: the pieces around the first one are those around the others, too.
@@ -102,13 +102,13 @@ def test_every_operator_is_named_with_its_line():
 @pytest.mark.parametrize(
     ("name", "why"), [("mixing", "without padding"), ("with_a_number", "BakedScalarError")]
 )
-def test_a_forward_that_no_graph_stands_for_is_told_why_and_given_no_code(name, why):
+def test_explain_of_an_uncapturable_forward_gives_the_reason_and_no_code(name, why):
     code, text = run(f"{HERE}{name}", "--input", INPUT, "--platform", "cpu")
     assert code == 1 and "But no graph stands for it yet: " in text and why in text
     assert "GraphRunner(" not in text
 
 
-def test_a_target_may_be_made_and_the_result_is_json_too():
+def test_explain_accepts_a_factory_target_and_prints_json():
     weights = run(f"{HERE}made", "--made", "--input", "input=float32[tokens,8]", "--json")
     data = json.loads(weights[1])
     assert (data["mode"], data["obstacles"], data["trial"]) == ("FULL", [], None)
@@ -128,17 +128,17 @@ def test_a_target_may_be_made_and_the_result_is_json_too():
         ([f"{HERE}plain", "--input", "x=relu[tokens]"], "--input says"),
     ],
 )
-def test_what_cannot_be_explained_is_named(arguments, what):
+def test_explain_refuses_invalid_targets_and_inputs_by_name(arguments, what):
     with pytest.raises(InvalidOptionError, match=what):
         run(*arguments)
 
 
-def test_a_class_is_told_that_an_instance_is_needed():
+def test_explain_of_a_module_class_asks_for_an_instance():
     with pytest.raises(InvalidInputError, match=r"try: pass an instance: AModule\(\.\.\.\)"):
         explain(AModule, {"x": InputSpec(torch.float32, ("tokens", 8))}, platform="cpu")  # type: ignore[arg-type]
 
 
-def test_inputs_have_the_rows_of_their_axes():
+def test_explain_makes_example_inputs_with_the_rows_of_their_axes():
     def summed(x, lengths, starts):
         return x * (lengths + starts[1:]).unsqueeze(1)
 

@@ -130,7 +130,7 @@ BROKEN: list[tuple[Any, str, str, str | None]] = [
 
 
 @pytest.mark.parametrize(("forward", "op", "line", "trial"), BROKEN)
-def test_what_stands_in_the_way_is_named_with_its_line(forward, op, line, trial):
+def test_explain_names_the_obstacle_operator_line_and_trial_finding(forward, op, line, trial):
     explanation = explained(forward)
     (obstacle,) = explanation.obstacles
     assert obstacle.op == op and line in (obstacle.source or "")
@@ -157,7 +157,7 @@ def test_what_stands_in_the_way_is_named_with_its_line(forward, op, line, trial)
         (draws_in_a_break, "PIECEWISE"),
     ],
 )
-def test_the_advice_works_when_it_is_followed(forward, mode):
+def test_following_the_advice_of_explain_gives_a_replayed_step(forward, mode):
     explanation = explained(forward)
     assert (explanation.trial, explanation.mode, explanation.breaks) == (None, mode, ())
     # One graph has no breaks, so in its way is what they contain.
@@ -168,7 +168,7 @@ def test_the_advice_works_when_it_is_followed(forward, mode):
     assert runner.last_dispatch.reason.name == "HIT"
 
 
-def test_a_number_that_python_counts_is_named_with_its_operator():
+def test_a_python_counter_is_named_with_the_operator_that_uses_its_value():
     explanation = explained(counts_in_python)
     assert explanation.obstacles == ()
     assert "global calls" in (explanation.trial or "")
@@ -176,13 +176,13 @@ def test_a_number_that_python_counts_is_named_with_its_operator():
     assert str(explanation).startswith("No operator stands in the way")
 
 
-def test_integers_are_not_all_alike_so_that_mixed_rows_show():
+def test_example_integers_differ_per_row_and_reveal_mixed_rows():
     # Of zeros alone every row would equal its padding, and their mean too.
     explanation = explained(mixes_rows, {"ids": InputSpec(torch.int64, ("rows", 3))})
     assert "the first operator that mixes rows" in (explanation.trial or "")
 
 
-def test_the_code_keeps_how_inputs_are_padded():
+def test_the_explained_code_keeps_the_padding_options_of_inputs():
     def shifted(x, slots, starts):
         return x * (slots + starts[1:]).unsqueeze(1)
 
@@ -271,7 +271,7 @@ def model_of(name: str, **more: Any) -> Callable[..., torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_nothing_stands_in_the_way_of_a_model(name):
+def test_explain_of_each_transformers_model_reports_no_obstacles(name):
     forward, inputs = model_of(name), MODELS[name][3]
     explanation = explained(forward, inputs)
     assert (explanation.obstacles, explanation.trial, explanation.mode) == ((), None, "FULL")
@@ -289,7 +289,7 @@ def test_nothing_stands_in_the_way_of_a_model(name):
     assert runner.last_dispatch.reason.name == "HIT"
 
 
-def test_experts_that_a_loop_asks_the_host_for_stand_in_the_way():
+def test_a_host_loop_over_experts_is_an_obstacle():
     forward = model_of("mixtral", experts_implementation="eager")
     explanation = explained(forward, IDS)
     assert "aten.nonzero.default" in [each.op for each in explanation.obstacles]

@@ -49,7 +49,7 @@ def collected(reader: Any) -> Points:
     }
 
 
-def test_a_collection_has_the_figures_of_a_reading(reader, meter):
+def test_collected_instruments_equal_the_figures_of_metrics(reader, meter):
     runner = planted_runner()
     with Instruments(runner, meter), Metrics(runner) as metrics:
         run_planted(runner)
@@ -68,7 +68,7 @@ def test_a_collection_has_the_figures_of_a_reading(reader, meter):
     assert values["graphrt.capture.duration",] == reading.capture_s
 
 
-def test_steps_are_recorded_in_the_buckets_of_metrics(reader, meter):
+def test_step_durations_are_recorded_in_the_buckets_of_metrics(reader, meter):
     runner = planted_runner()
     step(runner, 4)  # before the instruments: counted, not timed
     with Instruments(runner, meter), Metrics(runner) as metrics:
@@ -81,7 +81,7 @@ def test_steps_are_recorded_in_the_buckets_of_metrics(reader, meter):
         assert point.sum > 0
 
 
-def test_attributes_tell_two_runners_of_one_meter_apart(reader, meter):
+def test_two_runners_of_a_meter_are_distinguished_by_attributes(reader, meter):
     first, second = planted_runner(), planted_runner()
     with (
         Instruments(first, meter, attributes={"runner": "first"}),
@@ -96,7 +96,7 @@ def test_attributes_tell_two_runners_of_one_meter_apart(reader, meter):
     assert points["graphrt.step.duration", "first", "trial"].count == 1
 
 
-def test_closed_instruments_let_go_of_the_runner(reader, meter):
+def test_closed_instruments_report_nothing_and_release_the_runner(reader, meter):
     runner = planted_runner()
     entrance = runner._run
     instruments = Instruments(runner, meter)
@@ -111,7 +111,7 @@ def test_closed_instruments_let_go_of_the_runner(reader, meter):
     assert alive() is None
 
 
-def test_a_closed_runner_can_still_be_read(reader, meter):
+def test_instruments_can_still_read_a_closed_runner(reader, meter):
     runner = planted_runner()
     with Instruments(runner, meter):
         step(runner, 4)
@@ -125,12 +125,12 @@ def test_without_opentelemetry_the_error_says_what_to_install(monkeypatch):
         Instruments(planted_runner())
 
 
-def test_only_a_runner_has_instruments():
+def test_instruments_of_a_plain_module_are_refused():
     with pytest.raises(InvalidOptionError, match="runner"):
         Instruments(torch.nn.Linear(1, 1))  # type: ignore[arg-type]
 
 
-def test_the_example_prints_a_collection(reader, monkeypatch, capsys):
+def test_the_opentelemetry_example_prints_step_counts_and_durations(reader, monkeypatch, capsys):
     monkeypatch.setenv("GRAPHRT_PLATFORM", "cpu")
     runpy.run_path(str(EXAMPLE), run_name="__main__")
     printed = capsys.readouterr().out

@@ -45,7 +45,7 @@ def taken(tokens: list[int], pool: list[int], driver: list[int], mode: str = "FU
     ]
 
 
-def test_graphs_after_the_first_use_its_memory_again_and_each_takes_of_the_driver():
+def test_later_graphs_are_predicted_to_take_only_driver_memory():
     forecast = predicted(taken([512, 256], [200, 0], [12, 2]), [("FULL", 64)] * 10)
     assert forecast is not None
     assert (forecast.captured, forecast.graphs) == (2, 12)
@@ -53,23 +53,23 @@ def test_graphs_after_the_first_use_its_memory_again_and_each_takes_of_the_drive
     assert forecast.left_bytes == 20 * MIB
 
 
-def test_one_segment_is_no_sign_that_every_graph_takes_one():
+def test_a_single_new_segment_does_not_predict_a_segment_per_graph():
     forecast = predicted(taken([512, 496], [200, 20], [0, 0]), [("FULL", 480)] * 30)
     assert forecast is not None and forecast.left_bytes == 0
 
 
-def test_what_graphs_keep_grows_with_their_tokens():
+def test_predicted_kept_memory_grows_with_the_tokens_of_a_graph():
     forecast = predicted(taken([512, 256], [500, 276], [0, 0]), [("FULL", 128), ("FULL", 64)])
     assert forecast is not None and forecast.left_bytes == (128 + 64) * MIB
 
 
-def test_the_driver_takes_no_more_for_a_later_graph_than_for_the_first():
+def test_predicted_driver_memory_of_a_graph_is_bounded_by_the_first_graphs():
     # It takes memory in blocks, so one graph alone may seem to take more than it does.
     forecast = predicted(taken([8, 4], [20, 0], [2, 4]), [("FULL", 2), ("FULL", 1)])
     assert forecast is not None and forecast.left_bytes == 4 * MIB
 
 
-def test_another_mode_is_predicted_by_its_own_graphs_once_there_are_two():
+def test_a_second_mode_is_predicted_from_its_own_first_two_graphs():
     pieces = taken([512, 256], [200, 0], [12, 6], "PIECEWISE")
     left = [("FULL", 128), ("FULL", 64)]
     before = predicted(pieces, left)
@@ -78,22 +78,22 @@ def test_another_mode_is_predicted_by_its_own_graphs_once_there_are_two():
     assert after is not None and after.left_bytes == 3 * MIB
 
 
-def test_a_graph_for_which_the_driver_took_nothing_lies_in_what_one_before_it_left():
+def test_driver_memory_left_over_by_the_first_graph_is_shared_in_the_prediction():
     # The first two of 51 graphs of a Llama of 1B on an H100, of which each took 2.4 MiB.
     forecast = predicted(taken([512, 496], [202, 0], [4, 0]), [("FULL", 480)] * 49)
     assert forecast is not None and forecast.left_bytes == 49 * 2 * MIB
 
 
 @pytest.mark.parametrize("count", [0, 1])
-def test_nothing_is_predicted_before_the_second_graph(count):
+def test_no_memory_is_predicted_before_the_second_graph(count):
     assert predicted(taken([8], [20], [2])[:count], [("FULL", 4)]) is None
 
 
-def test_unknown_bytes_are_no_figure():
+def test_graphs_of_unknown_memory_give_no_prediction():
     assert predicted([GraphMemory("FULL", 8), GraphMemory("FULL", 4)], [("FULL", 2)]) is None
 
 
-def test_a_watch_predicts_what_the_graphs_take():
+def test_a_memory_watch_predicts_the_memory_of_all_graphs_within_a_tenth():
     runner = runner_of()
     watch = MemoryWatch(runner)
     runner.capture(progress=watch)
@@ -104,7 +104,7 @@ def test_a_watch_predicts_what_the_graphs_take():
     assert abs(first.bytes - real) <= max(0.1 * real, 64 * MIB) and first.bytes >= real / 2
 
 
-def test_the_bar_shows_it():
+def test_the_progress_bar_shows_the_predicted_memory():
     runner, stream = runner_of(), io.StringIO()
     runner.capture(progress=MemoryWatch(runner, stream=stream))
     lines = stream.getvalue().split("\r")
@@ -113,7 +113,7 @@ def test_the_bar_shows_it():
 
 
 @pytest.mark.parametrize("by", ["limit_bytes", "budget"])
-def test_a_limit_that_will_not_do_is_warned_of_once_and_early(by):
+def test_a_too_small_memory_limit_warns_once_after_two_graphs(by):
     limit = 1 * MIB
     budget = {"budget": Budget(device_bytes=limit)} if by == "budget" else {}
     runner = runner_of(**budget)
@@ -126,7 +126,7 @@ def test_a_limit_that_will_not_do_is_warned_of_once_and_early(by):
     assert len(runner.report().graphs) == 7
 
 
-def test_a_watch_warns_again_after_a_release_and_the_report_keeps_its_figures():
+def test_a_memory_watch_warns_again_after_release_and_the_report_adds_up():
     runner = runner_of()
     watch = MemoryWatch(runner, limit_bytes=MIB)
     for _ in range(3):
@@ -139,7 +139,7 @@ def test_a_watch_warns_again_after_a_release_and_the_report_keeps_its_figures():
         runner.release()
 
 
-def test_as_an_error_it_ends_the_capture_and_the_graphs_before_it_serve():
+def test_the_memory_warning_raised_as_error_ends_capture_and_keeps_earlier_graphs():
     runner = runner_of()
     with warnings.catch_warnings():
         warnings.simplefilter("error", GraphMemoryWarning)
@@ -151,7 +151,7 @@ def test_as_an_error_it_ends_the_capture_and_the_graphs_before_it_serve():
     assert runner.last_dispatch.reason.name == "HIT"
 
 
-def test_a_device_with_too_little_memory_is_warned_of(monkeypatch):
+def test_too_little_free_device_memory_gives_a_warning(monkeypatch):
     runner = runner_of()
     watch = MemoryWatch(runner)
     runner.capture(progress=watch)
@@ -162,24 +162,24 @@ def test_a_device_with_too_little_memory_is_warned_of(monkeypatch):
         watch._warn_if_short(replace(watch.forecasts[0], bytes=19 * MIB, captured_bytes=10 * MIB))
 
 
-def test_room_for_all_is_no_warning(recwarn):
+def test_a_sufficient_memory_limit_gives_no_warning(recwarn):
     runner = runner_of()
     runner.capture(progress=MemoryWatch(runner, limit_bytes=1 << 30))
     assert not [each for each in recwarn if each.category is GraphMemoryWarning]
 
 
 @pytest.mark.parametrize("limit", [0, -1, "many", 1.5])
-def test_limits_that_are_none_are_refused(limit):
+def test_invalid_memory_limits_are_refused(limit):
     with pytest.raises(InvalidOptionError):
         MemoryWatch(runner_of(), limit_bytes=limit)
 
 
-def test_only_a_runner_is_watched():
+def test_a_memory_watch_of_a_plain_module_is_refused():
     with pytest.raises(InvalidOptionError, match="runner"):
         MemoryWatch(torch.nn.Linear(1, 1))  # type: ignore[arg-type]
 
 
-def test_a_saved_report_has_what_was_predicted_beside_what_it_took(tmp_path):
+def test_a_saved_report_shows_predicted_and_taken_memory(tmp_path):
     from typer.testing import CliRunner
 
     runner = runner_of()
@@ -195,7 +195,7 @@ def test_a_saved_report_has_what_was_predicted_beside_what_it_took(tmp_path):
     assert f"{beforehand} predicted" in page(report)
 
 
-def test_a_report_of_one_graph_predicts_nothing():
+def test_a_report_of_a_single_graph_has_no_predicted_memory():
     runner = runner_of([8])
     runner.capture()
     assert taken_and_predicted(runner.report().to_dict()) is None

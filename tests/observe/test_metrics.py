@@ -15,7 +15,7 @@ from tests.observe.planted import MIXED, PADDED, TOO_LARGE, planted_runner, run_
 EXAMPLE = Path(__file__).parents[2] / "examples" / "prometheus.py"
 
 
-def test_counters_are_those_of_the_run():
+def test_the_counters_of_metrics_equal_the_runners_report():
     runner = planted_runner()
     with Metrics(runner) as metrics:
         run_planted(runner)
@@ -33,7 +33,7 @@ def test_counters_are_those_of_the_run():
     assert reading.capture_s == report.capture_s and reading.tried_steps == 3
 
 
-def test_latencies_are_of_the_steps_while_it_is_open():
+def test_latencies_count_only_steps_while_metrics_are_open():
     runner = planted_runner()
     step(runner, 4)
     metrics = Metrics(runner)
@@ -48,7 +48,7 @@ def test_latencies_are_of_the_steps_while_it_is_open():
     assert metrics.read().steps["HIT"] == 6 + PADDED
 
 
-def test_quantiles_are_interpolated():
+def test_histogram_quantiles_are_interpolated_within_buckets():
     latency = Histogram((1.0, 2.0, 4.0), (2, 0, 2, 1), 9.0)
     assert latency.count == 5
     assert [latency.quantile(share) for share in (0.2, 0.4, 0.6, 0.8, 1.0)] == [
@@ -62,17 +62,17 @@ def test_quantiles_are_interpolated():
 
 
 @pytest.mark.parametrize("buckets", [[], [2.0, 1.0], [1.0, 1.0], "many", ["a"], [float("nan")]])
-def test_bounds_that_are_none_are_refused(buckets):
+def test_invalid_histogram_buckets_are_refused(buckets):
     with pytest.raises(InvalidOptionError):
         Metrics(planted_runner(), buckets_s=buckets)
 
 
-def test_only_a_runner_has_metrics():
+def test_metrics_of_a_plain_module_are_refused():
     with pytest.raises(InvalidOptionError, match="runner"):
         Metrics(torch.nn.Linear(1, 1))  # type: ignore[arg-type]
 
 
-def test_the_example_exposes_all_of_it():
+def test_the_prometheus_example_exposes_steps_tokens_and_latencies():
     parser = pytest.importorskip(
         "prometheus_client.parser", reason="needs prometheus_client (the extra test)"
     )

@@ -16,7 +16,9 @@ def without_times(text: str) -> str:
     return re.sub(r" +", " ", re.sub(r"[\d.]+ (ms|us|s|KiB|B)\b", "TIME", text))
 
 
-def test_the_page_runs_and_prints_what_it_shows(tmp_path, monkeypatch, capsys):
+def test_the_code_of_the_observing_page_runs_and_prints_as_documented(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GRAPHRT_PLATFORM", "cpu")
     text = DOCUMENT.read_text(encoding="utf-8")

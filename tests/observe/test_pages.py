@@ -59,7 +59,7 @@ def traced(tmp_path_factory) -> Path:
     return path
 
 
-def test_each_planted_fault_is_on_the_page_with_what_to_try(traced: Path):
+def test_the_page_lists_each_planted_fault_with_advice(traced: Path):
     quarantine, too_large, padding = Outline(page(traced)).findings
     assert quarantine.startswith("Fault") and "quarantine" in quarantine
     assert "aten.sub.Tensor" in quarantine and "Try: let each row depend" in quarantine
@@ -69,7 +69,7 @@ def test_each_planted_fault_is_on_the_page_with_what_to_try(traced: Path):
     assert "Try: add 8 to sizes=" in padding
 
 
-def test_a_page_is_whole_and_fetches_nothing(traced: Path):
+def test_a_page_has_all_sections_and_loads_no_external_resource(traced: Path):
     text = page(traced)
     outline = Outline(text)
     assert outline.open == [] and outline.fetched == []
@@ -88,7 +88,7 @@ def test_a_page_is_whole_and_fetches_nothing(traced: Path):
     ]
 
 
-def test_a_report_has_no_timeline_and_a_run_without_a_step_no_padding():
+def test_a_page_of_a_run_without_steps_omits_timeline_and_padding():
     runner = planted_runner()
     titles = Outline(page(runner.report())).titles
     assert "Timeline" not in titles and "Padding over batch size" not in titles
@@ -96,7 +96,7 @@ def test_a_report_has_no_timeline_and_a_run_without_a_step_no_padding():
     assert "None is captured." in page(runner.report())
 
 
-def test_bars_have_the_shares_of_their_figures(traced: Path):
+def test_the_widths_of_bars_equal_the_shares_of_their_figures(traced: Path):
     text = page(traced)
     row = re.search(r'data-v="8">8</th><td class="wide">(.*?)</td>', text)
     # 96 live and 96 padding rows: the longest bar.
@@ -107,7 +107,7 @@ def test_bars_have_the_shares_of_their_figures(traced: Path):
     ]
 
 
-def test_names_of_a_host_are_text_and_no_markup():
+def test_host_names_with_markup_are_escaped_on_the_page():
     bad = '<img src="http://x" onerror="alert(1)">'
     runner = GraphRunner(
         lambda x: x - x.mean(0),
@@ -125,7 +125,7 @@ def test_names_of_a_host_are_text_and_no_markup():
     assert Outline(text).fetched == []
 
 
-def test_two_runs_are_compared(tmp_path: Path):
+def test_a_page_of_two_runs_shows_their_differences(tmp_path: Path):
     before, after = planted_runner(), planted_runner()
     run_planted(before)
     for _ in range(10):
@@ -145,7 +145,7 @@ def test_two_runs_are_compared(tmp_path: Path):
     assert "-38.5 points, worse" in back and "run 1" in back
 
 
-def test_what_is_no_report_is_named(tmp_path: Path):
+def test_a_file_that_is_no_report_is_refused_and_writes_no_page(tmp_path: Path):
     for name, text in (
         ("absent.json", None),
         ("empty.json", ""),
@@ -162,7 +162,7 @@ def test_what_is_no_report_is_named(tmp_path: Path):
     assert not (tmp_path / "page.html").exists()
 
 
-def test_a_saved_report_is_loaded_as_it_was(tmp_path: Path, traced: Path):
+def test_a_loaded_report_equals_the_saved_report(tmp_path: Path, traced: Path):
     report = planted_runner().report()
     report.save(tmp_path / "run.json")
     assert load_report(tmp_path / "run.json") == report.to_dict()
@@ -170,7 +170,7 @@ def test_a_saved_report_is_loaded_as_it_was(tmp_path: Path, traced: Path):
     assert load_report(traced) == first
 
 
-def test_many_sizes_are_put_together_and_slices_below_a_pixel_drawn_as_one():
+def test_many_batch_sizes_are_grouped_and_tiny_time_slices_merged():
     runner = GraphRunner(
         lambda x: x + 1,
         mode="FULL",

@@ -21,7 +21,7 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize("method", ["capture", "recapture"])
-def test_a_terminal_has_a_bar_that_one_line_ends(method, monkeypatch):
+def test_a_terminal_shows_a_capture_bar_ended_by_a_summary_line(method, monkeypatch):
     runner = planted_runner()
     runner.release()
     stream = Terminal()
@@ -41,18 +41,18 @@ def test_a_terminal_has_a_bar_that_one_line_ends(method, monkeypatch):
 
 
 @pytest.mark.parametrize("progress", [True, False])
-def test_there_is_no_bar_off_a_terminal(progress, capsys):
+def test_no_capture_bar_is_printed_without_a_terminal(progress, capsys):
     runner = planted_runner()
     runner.recapture(progress)
     assert capsys.readouterr() == ("", "")
 
 
-def test_what_cannot_be_told_is_refused():
+def test_a_progress_argument_that_is_no_callable_is_refused():
     with pytest.raises(InvalidOptionError, match="progress"):
         planted_runner().capture(progress=3)  # type: ignore[arg-type]
 
 
-def test_a_capture_and_a_quarantine_are_a_line_and_a_step_is_none(caplog):
+def test_captures_and_quarantines_are_logged_and_steps_are_not(caplog):
     caplog.set_level(logging.INFO, "graphrt")
     runner = planted_runner()
     names = [record.getMessage() for record in caplog.records]
@@ -80,7 +80,7 @@ runner.capture()
 
 
 @pytest.mark.parametrize(("level", "lines"), [("INFO", 1), ("WARNING", 0)])
-def test_the_variable_prints_the_log(level, lines, monkeypatch):
+def test_the_log_level_variable_prints_log_lines_to_stderr(level, lines, monkeypatch):
     monkeypatch.setenv("GRAPHRT_LOG", level)
     monkeypatch.setenv("GRAPHRT_NATIVE", "0")  # A C part of other sources has a line of its own.
     done = starts.run("-c", CODE, check=True)

@@ -42,7 +42,7 @@ def planted():
     return runner.report()
 
 
-def test_each_planted_fault_is_printed_with_what_to_try(planted):
+def test_the_printed_report_lists_each_planted_fault_with_advice(planted):
     lines = report_text(planted).splitlines()
     faults = [line for line in lines if line[:2] in ("!!", "! ")]
     quarantine, too_large, padding = faults
@@ -56,7 +56,7 @@ def test_each_planted_fault_is_printed_with_what_to_try(planted):
     assert "add 8 to sizes=" in report_text(planted)
 
 
-def test_a_step_that_raised_is_not_told_as_one_that_ran_eagerly():
+def test_a_raised_step_is_reported_as_failed_and_not_as_eager():
     divisor = [1]
 
     def forward(x):
@@ -77,7 +77,7 @@ def test_a_step_that_raised_is_not_told_as_one_that_ran_eagerly():
     assert str(finding) == "1 step of 1 raised, as FAILED"
 
 
-def test_a_row_for_each_graph_has_its_figures(planted):
+def test_the_printed_report_has_a_row_of_figures_per_graph(planted):
     rows = {line[:40].strip(): line.split() for line in report_text(planted).splitlines()}
     row = rows["FULL [16 tokens 16 reqs]"]
     assert row[5:7] == [str(PADDED), "50%"] and row[-1] == "tried"
@@ -85,7 +85,7 @@ def test_a_row_for_each_graph_has_its_figures(planted):
     assert f"Steps: 26: 16 HIT, {TOO_LARGE} TOO_LARGE, {MIXED} QUARANTINED" in report_text(planted)
 
 
-def test_the_plain_data_is_json_and_has_these_keys(planted):
+def test_the_plain_data_of_a_report_is_json_with_the_documented_keys(planted):
     data = planted.to_dict()
     assert json.loads(json.dumps(data)) == data
     assert data["graphrt_report"] == 2 and set(data) == KEYS
@@ -93,7 +93,7 @@ def test_the_plain_data_is_json_and_has_these_keys(planted):
     assert [each.level for each in findings(planted)] == ["error", "warning", "warning"]
 
 
-def test_live_sizes_of_every_graph_and_reason_are_counted(planted):
+def test_live_batch_sizes_are_counted_per_graph_and_per_reason(planted):
     data = planted.to_dict()
     sizes = {graph["graph"]: graph["sizes"] for graph in data["graphs"]}
     assert sizes["FULL [16 tokens 16 reqs]"] == [[8, PADDED]]
@@ -105,7 +105,7 @@ def test_live_sizes_of_every_graph_and_reason_are_counted(planted):
     assert quarantined["not_served"] == {"QUARANTINED": MIXED} and quarantined["steps"] == 0
 
 
-def test_sizes_are_counted_where_c_and_where_python_dispatches():
+def test_live_sizes_are_counted_with_the_c_and_the_python_dispatcher():
     runner = planted_runner()
     for entrance in (runner._run, runner._engine.step):
         runner._run = entrance
@@ -120,7 +120,7 @@ def test_sizes_are_counted_where_c_and_where_python_dispatches():
     assert plain == {2: {}, 4: {3: 4, 4: 2}, 16: {9: 2}}
 
 
-def test_sizes_that_never_come_again_are_counted_in_bounded_memory():
+def test_counts_of_ever_new_batch_sizes_use_bounded_memory():
     dispatcher = GraphDispatcher("FULL")
     for tokens in range(1, 3 * COUNTED + 1):
         dispatcher.dispatch(Batch(tokens))
@@ -131,7 +131,7 @@ def test_sizes_that_never_come_again_are_counted_in_bounded_memory():
     assert len(sizes) == COUNTED + 13 and max(sizes) == 3 * COUNTED
 
 
-def test_no_live_size_of_a_graph_is_larger_than_the_graph():
+def test_a_rounded_live_size_is_never_larger_than_its_graph():
     dispatcher, tokens = GraphDispatcher("FULL"), COUNTED + 100
     dispatcher.publish("FULL", BatchDescriptor(tokens))
     for live in range(1, tokens + 1):
@@ -141,14 +141,14 @@ def test_no_live_size_of_a_graph_is_larger_than_the_graph():
     assert sizes[tokens] == 36 and sizes[tokens - 36] == 64
 
 
-def test_warm_ups_are_a_part_of_captures_and_captures_follow_one_another(planted):
+def test_reported_capture_times_include_warm_ups_and_do_not_overlap(planted):
     records = planted.graphs
     assert all(0 < record.warm_up_s < record.capture_s for record in records)
     for before, after in pairwise(records):
         assert before.began_s + before.capture_s <= after.began_s
 
 
-def test_a_size_that_pads_is_named_where_others_fill_its_graph():
+def test_the_padding_finding_names_only_the_sizes_that_pad():
     runner = planted_runner()
     for _ in range(30):
         step(runner, 16)
@@ -173,7 +173,7 @@ def test_a_run_without_faults_has_no_findings():
     assert "!" not in report_text(runner.report())
 
 
-def test_graphs_without_a_step_are_named_after_many_steps():
+def test_graphs_that_served_no_step_are_a_finding_after_200_steps():
     runner = planted_runner()
     for _ in range(200):
         step(runner, 4)
@@ -181,7 +181,7 @@ def test_graphs_without_a_step_are_named_after_many_steps():
     assert finding.level == "note" and "served no step" in finding.what
 
 
-def test_a_runner_that_has_not_captured_says_so():
+def test_a_runner_without_captured_graphs_reports_not_captured_with_advice():
     runner = planted_runner()
     runner.release()
     for _ in range(3):
@@ -192,7 +192,7 @@ def test_a_runner_that_has_not_captured_says_so():
     assert "as NOT_CAPTURED (4 tokens)" in finding.what and "capture()" in finding.advice
 
 
-def test_reprs_are_short(planted):
+def test_reprs_of_reports_and_dispatches_are_short_and_evaluable(planted):
     assert repr(planted) == "RunnerReport(FULL, 6 graphs, 26 steps, 16 by graphs)"
     descriptor = BatchDescriptor(8, 8)
     assert repr(descriptor) == "BatchDescriptor(8, num_reqs=8)"
@@ -209,7 +209,7 @@ def test_a_report_is_saved_as_json(planted, tmp_path: Path):
     assert json.loads((tmp_path / "run.json").read_text()) == planted.to_dict()
 
 
-def test_many_graphs_are_a_short_table():
+def test_the_printed_table_of_many_graphs_is_shortened():
     from graphrt import GraphRunner, InputSpec
 
     runner = GraphRunner(

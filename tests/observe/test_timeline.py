@@ -26,7 +26,7 @@ def slices_of(path: Path, pid: int = 1) -> dict[str, list[dict[str, Any]]]:
     return slices
 
 
-def test_each_planted_fault_is_in_the_trace_alone(tmp_path: Path):
+def test_a_trace_file_shows_each_planted_fault(tmp_path: Path):
     runner = planted_runner()
     with trace(tmp_path / "trace.json", runner):
         run_planted(runner)
@@ -43,7 +43,7 @@ def test_each_planted_fault_is_in_the_trace_alone(tmp_path: Path):
     assert {event["name"] for event in padded} == {"FULL [16 tokens 16 reqs], 8 live"}
 
 
-def test_captures_and_trials_lie_inside_of_their_steps_and_in_order(tmp_path: Path):
+def test_traced_captures_and_trials_lie_inside_of_their_steps_in_order(tmp_path: Path):
     runner = planted_runner()
     with trace(tmp_path / "trace.json", runner):
         step(runner, 2)
@@ -64,7 +64,7 @@ def test_captures_and_trials_lie_inside_of_their_steps_and_in_order(tmp_path: Pa
     assert all(event["ts"] >= 0 for track in slices.values() for event in track)
 
 
-def test_graphs_that_were_captured_before_lie_just_before_the_first_step(tmp_path: Path):
+def test_captures_before_the_trace_are_drawn_just_before_the_first_step(tmp_path: Path):
     runner = planted_runner()
     time.sleep(0.5)
     with trace(tmp_path / "trace.json", runner):
@@ -77,7 +77,7 @@ def test_graphs_that_were_captured_before_lie_just_before_the_first_step(tmp_pat
     assert ended == pytest.approx(1e6 * runner.report().capture_s, rel=0.5)
 
 
-def test_a_step_inside_of_another_capture_is_no_step_of_its_own(tmp_path: Path):
+def test_a_step_inside_of_another_runners_capture_is_not_traced(tmp_path: Path):
     inner = planted_runner()
     outer = GraphRunner(
         lambda x: inner(x=x) + 1,
@@ -97,7 +97,7 @@ def test_a_step_inside_of_another_capture_is_no_step_of_its_own(tmp_path: Path):
     assert len(slices_of(tmp_path / "trace.json", 2)["steps by graphs"]) == 2
 
 
-def test_a_runner_is_left_as_it_was(tmp_path: Path):
+def test_a_runner_is_restored_after_overlapping_traces_and_metrics(tmp_path: Path):
     runner = planted_runner()
     run, spans = runner._run, list(runner.graphs.spans)
     metrics = Metrics(runner)
@@ -110,7 +110,7 @@ def test_a_runner_is_left_as_it_was(tmp_path: Path):
     assert len(slices_of(tmp_path / "a.json")["steps by graphs"]) == 1
 
 
-def test_a_step_that_raises_is_on_the_timeline(tmp_path: Path):
+def test_a_step_that_raises_is_traced_as_eager_with_its_error(tmp_path: Path):
     runner = planted_runner()
     with trace(tmp_path / "trace.json", runner):
         step(runner, 2)
@@ -122,7 +122,7 @@ def test_a_step_that_raises_is_on_the_timeline(tmp_path: Path):
     assert len(slices["steps by graphs"]) == 1
 
 
-def test_a_trace_is_written_after_an_error_too(tmp_path: Path):
+def test_a_trace_file_is_written_when_the_traced_block_raises(tmp_path: Path):
     runner = planted_runner()
     run = runner._run
     with pytest.raises(KeyError), trace(tmp_path / "trace.json", runner):
@@ -130,7 +130,7 @@ def test_a_trace_is_written_after_an_error_too(tmp_path: Path):
     assert (tmp_path / "trace.json").exists() and runner._run is run
 
 
-def test_the_last_steps_are_kept_and_the_others_counted(tmp_path: Path):
+def test_a_trace_keeps_the_last_steps_and_counts_earlier_steps(tmp_path: Path):
     runner = planted_runner()
     with trace(tmp_path / "trace.json", runner, most_steps=3):
         for tokens in (2, 4, 4, 8, 16):
@@ -140,7 +140,7 @@ def test_the_last_steps_are_kept_and_the_others_counted(tmp_path: Path):
     assert any("2 earlier steps" in event["name"] for event in slices["findings"])
 
 
-def test_the_profiler_sees_steps_and_captures_while_they_are_observed(tmp_path: Path):
+def test_torchs_profiler_shows_steps_and_captures_while_a_trace_is_open(tmp_path: Path):
     runner = planted_runner()
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities) as profile:
@@ -153,7 +153,7 @@ def test_the_profiler_sees_steps_and_captures_while_they_are_observed(tmp_path: 
     assert names.count("graphrt capture FULL [16 tokens 16 reqs]") == 1
 
 
-def test_two_runners_are_two_processes(tmp_path: Path):
+def test_two_traced_runners_have_separate_process_tracks(tmp_path: Path):
     first, second = planted_runner(), planted_runner()
     with trace(tmp_path / "trace.json", first, second):
         step(first, 2)
@@ -163,7 +163,7 @@ def test_two_runners_are_two_processes(tmp_path: Path):
         assert only["args"]["live_tokens"] == tokens
 
 
-def test_outputs_are_the_same_while_observed(tmp_path: Path):
+def test_a_traced_runner_gives_the_outputs_of_an_untraced_runner(tmp_path: Path):
     runner, plain = planted_runner(), planted_runner()
     x = torch.randn(3, 8)
     with trace(tmp_path / "trace.json", runner):
@@ -175,7 +175,7 @@ def test_outputs_are_the_same_while_observed(tmp_path: Path):
     assert len(slices_of(tmp_path / "trace.json")["steps by graphs"]) == 4
 
 
-def test_what_cannot_be_traced_is_refused(tmp_path: Path):
+def test_a_trace_without_a_runner_or_without_nvtx_is_refused(tmp_path: Path):
     with pytest.raises(InvalidOptionError, match="runner"):
         trace(tmp_path / "trace.json", torch.nn.Linear(1, 1))  # type: ignore[arg-type]
     with pytest.raises(InvalidOptionError, match="runners"):
@@ -186,7 +186,7 @@ def test_what_cannot_be_traced_is_refused(tmp_path: Path):
 
 
 @pytest.mark.cuda
-def test_nvtx_ranges_and_the_trace_of_a_gpu(tmp_path: Path):
+def test_a_trace_with_nvtx_on_a_gpu_has_steps_and_captures(tmp_path: Path):
     runner = GraphRunner(
         lambda x: x * 2,
         mode="FULL",

@@ -60,25 +60,25 @@ def test_operators_equal_eager_code_or_are_refused_by_name():
 
 
 @pytest.mark.parametrize(("name", "dtype"), FOUND, ids=str)
-def test_operators_that_were_wrong_once_stay_mended(name, dtype):
+def test_operators_with_earlier_wrong_results_equal_eager_code(name, dtype):
     assert bad(rows_of(Case(name, dtype, "cpu"), 8)) == []
 
 
 @pytest.mark.parametrize("name", ["nonzero", "unique", "masked_select", "item", "bincount"])
-def test_what_depends_on_data_is_refused(name):
+def test_operators_with_data_dependent_shapes_are_refused(name):
     dtype = torch.int64 if name == "bincount" else torch.float32
     outcomes = {v.outcome for row in rows_of(Case(name, dtype, "cpu"), 4) for v in row.verdicts}
     assert outcomes <= {REFUSED, INVALID} and REFUSED in outcomes
 
 
 @pytest.mark.parametrize("name", ["exp", "add", "native_batch_norm", "linalg.inv"])
-def test_each_draw_of_a_sample_has_numbers_of_its_own(name):
+def test_each_draw_of_an_operator_sample_has_different_numbers(name):
     for first, *others in chosen(Case(name, torch.float32, "cpu"), 4):
         if all(t.numel() > 3 for t in tree.tensors(first)):
             assert not any(same(first, other) for other in others)
 
 
-def test_a_result_that_a_replay_leaves_as_it_was_is_found(monkeypatch):
+def test_the_operator_check_finds_a_result_a_replay_left_stale(monkeypatch):
     assemble = graph.assemble
 
     def stale(steps, *args):
@@ -89,7 +89,7 @@ def test_a_result_that_a_replay_leaves_as_it_was_is_found(monkeypatch):
     assert bad(rows_of(Case("native_batch_norm", torch.float32, "cpu"), 2))
 
 
-def test_a_replay_that_computes_something_else_is_found(monkeypatch):
+def test_the_operator_check_finds_a_replay_with_wrong_values(monkeypatch):
     call = Sample._call
 
     def wrong(self, function, draw):
@@ -103,7 +103,7 @@ def test_a_replay_that_computes_something_else_is_found(monkeypatch):
     assert bad(rows_of(Case("exp", torch.float32, "cpu"), 2))
 
 
-def test_a_refusal_that_is_not_in_the_list_is_found(monkeypatch, tmp_path):
+def test_the_operator_check_finds_a_refusal_missing_from_the_list(monkeypatch, tmp_path):
     case = Case("nonzero", torch.float32, "cpu")
     rows, every = rows_of(case), cases("cpu", (torch.float32,))
     monkeypatch.setattr(listing, "FILE", tmp_path / "refused.json")
@@ -116,7 +116,7 @@ def test_a_refusal_that_is_not_in_the_list_is_found(monkeypatch, tmp_path):
 
 
 @pytest.mark.long
-def test_all_samples_of_all_operators():
+def test_all_samples_of_all_operators_equal_eager_or_are_listed_refusals():
     jobs = max(1, (os.cpu_count() or 1) // 2)
     rows = [row for found in tried(cases("cpu"), SAMPLES, jobs) for row in found]
     assert bad(rows) == []

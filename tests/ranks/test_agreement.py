@@ -33,13 +33,15 @@ def assert_same(by_rank: dict[int, dict[str, Any]]) -> None:
     ],
     ids=lambda value: ", ".join(map(str, value)) if isinstance(value, dict) else f"{value} ranks",
 )
-def test_ranks_with_other_batches_replay_the_same_graphs(ranks: int, case: dict[str, Any]) -> None:
+def test_ranks_with_different_batches_replay_the_same_graphs(
+    ranks: int, case: dict[str, Any]
+) -> None:
     by_rank = launch({"sizes": SIZES, "steps": 100, "seed": ranks, **case}, ranks)
     assert_same(by_rank)
     assert by_rank[0]["reasons"]["HIT"] > 20
 
 
-def test_a_graph_that_one_rank_has_dropped_is_replayed_on_none() -> None:
+def test_a_graph_dropped_on_a_rank_is_replayed_on_no_rank() -> None:
     drop = {"fault": {"kind": "drop", "at": 10, "size": 4}}
     by_rank = launch({"sizes": SIZES, "steps": 100, "of_rank": {"1": drop}}, 2)
     assert_same(by_rank)
@@ -48,7 +50,7 @@ def test_a_graph_that_one_rank_has_dropped_is_replayed_on_none() -> None:
 
 
 @pytest.mark.parametrize("check", ["capture", "always"])
-def test_a_value_that_changes_on_one_rank_alone_is_tried_by_all(check: str) -> None:
+def test_a_value_changed_on_a_single_rank_is_tried_on_all_ranks(check: str) -> None:
     change = {"fault": {"kind": "attribute", "name": "scale", "at": 30, "to": 3.0}}
     case = {"sizes": SIZES, "steps": 60, "check": check, "of_rank": {"1": change}}
     by_rank = launch(case, 2)
@@ -59,7 +61,7 @@ def test_a_value_that_changes_on_one_rank_alone_is_tried_by_all(check: str) -> N
     assert by_rank[0]["wrong"] == []
 
 
-def test_a_change_on_one_rank_that_makes_no_difference_costs_no_graph() -> None:
+def test_a_harmless_change_on_a_single_rank_quarantines_no_graph() -> None:
     change = {"fault": {"kind": "attribute", "name": "unused", "at": 30, "to": 1}}
     case = {"sizes": SIZES, "steps": 80, "of_rank": {"1": change}}
     by_rank = launch(case, 2)
@@ -71,7 +73,7 @@ def test_a_change_on_one_rank_that_makes_no_difference_costs_no_graph() -> None:
         assert "QUARANTINED" not in seen["reasons"]
 
 
-def test_ranks_on_which_a_trial_finds_other_things_make_the_same_runs() -> None:
+def test_ranks_with_different_trial_findings_run_the_same_collectives() -> None:
     # Rows of zeros show nothing of what every third run does.
     case = {"sizes": [2, 4], "steps": 6, "counts": True, "of_rank": {"1": {"times": 0.0}}}
     by_rank = launch(case, 2)
@@ -82,20 +84,20 @@ def test_ranks_on_which_a_trial_finds_other_things_make_the_same_runs() -> None:
     assert by_rank[0]["steps"][-1][2] == by_rank[1]["steps"][-1][2] == "RANKS_DISAGREE"
 
 
-def test_lazy_ranks_capture_the_graph_of_the_vote() -> None:
+def test_lazy_ranks_capture_the_graph_that_was_voted() -> None:
     by_rank = launch({"sizes": SIZES, "steps": 60, "idle": 0.1, "lazy": True}, 2)
     assert_same(by_rank)
     assert {step[2] for step in by_rank[0]["steps"]} == {"HIT"}
 
 
-def test_ranks_capture_the_same_graphs_between_steps() -> None:
+def test_capture_next_captures_the_same_graphs_on_all_ranks() -> None:
     case = {"sizes": SIZES, "steps": 20, "next": True}
     by_rank = launch(case, 2)
     assert_same(by_rank)
     assert by_rank[0]["steps"][-1][2] == "HIT"
 
 
-def test_ranks_that_would_capture_others_are_named_before_they_do() -> None:
+def test_capture_next_of_different_graphs_raises_on_all_ranks_before_capturing() -> None:
     release = {"fault": {"kind": "release", "at": 2}}
     case = {"sizes": SIZES, "steps": 9, "next": True, "of_rank": {"1": release}}
     for seen in launch(case, 2).values():
@@ -115,7 +117,7 @@ def test_ranks_that_would_capture_others_are_named_before_they_do() -> None:
         ("stop", 0, "RankLostError", "rank 0"),
     ],
 )
-def test_a_rank_that_is_gone_is_named_on_all_others(
+def test_the_remaining_ranks_raise_and_name_a_lost_rank(
     kind: str, lost: int, error: str, text: str
 ) -> None:
     fault = {"kind": kind, "at": 6}
@@ -137,7 +139,7 @@ def test_a_rank_that_is_gone_is_named_on_all_others(
         ({"same": {"checkpoint": "b"}}, "same['checkpoint'] is another one on rank 1"),
     ],
 )
-def test_a_rank_with_another_configuration_is_named_before_a_step(
+def test_a_rank_with_another_configuration_raises_before_the_first_step(
     mine: dict[str, Any], text: str
 ) -> None:
     case = {"sizes": SIZES, "steps": 5, "of_rank": {"1": mine}}
@@ -147,7 +149,7 @@ def test_a_rank_with_another_configuration_is_named_before_a_step(
         assert seen["steps"] == []
 
 
-def test_a_rank_that_has_left_a_step_out_is_named() -> None:
+def test_a_rank_that_skipped_a_step_is_named_by_an_error() -> None:
     skip = {"fault": {"kind": "skip", "at": 6}}
     case = {"sizes": SIZES, "steps": 12, "timeout_s": TIMEOUT_S, "of_rank": {"1": skip}}
     by_rank = launch(case, 2)

@@ -30,7 +30,7 @@ def least(votes: list[bytearray]) -> list[int]:
 
 
 @given(VOTES)
-def test_the_first_graph_that_all_can_use_is_taken_with_the_least_that_one_says_of_it(
+def test_the_vote_chooses_the_first_graph_usable_on_all_ranks(
     graphs: list[list[int]],
 ) -> None:
     tally = decoded(least([encoded(b"12345678", 7, bytes(each)) for each in graphs]))
@@ -41,19 +41,19 @@ def test_the_first_graph_that_all_can_use_is_taken_with_the_least_that_one_says_
 
 
 @given(st.lists(st.binary(min_size=8, max_size=8), min_size=2, max_size=4))
-def test_votes_are_the_same_only_with_equal_digests(digests: list[bytes]) -> None:
+def test_votes_count_as_same_only_with_equal_digests(digests: list[bytes]) -> None:
     tally = decoded(least([encoded(digest, 7, b"") for digest in digests]))
     assert tally.same == (len(set(digests)) == 1)
     assert tally.graph is None
 
 
 @given(st.lists(st.integers(0, 2**40), min_size=2, max_size=4))
-def test_votes_are_of_one_step_only_with_equal_numbers(steps: list[int]) -> None:
+def test_votes_belong_to_the_same_step_only_with_equal_step_numbers(steps: list[int]) -> None:
     tally = decoded(least([encoded(b"12345678", step, b"") for step in steps]))
     assert tally.same_step == (len({step % 2**32 for step in steps}) == 1)
 
 
-def test_a_ballot_lists_the_better_graph_first_whatever_was_reserved_first() -> None:
+def test_a_ballot_lists_graphs_by_preference_regardless_of_reservation_order() -> None:
     dispatcher = GraphDispatcher(GraphMode.FULL_AND_PIECEWISE)
     for mode, tokens in (("PIECEWISE", 4), ("FULL", 8), ("FULL", 4)):
         dispatcher.publish(mode, BatchDescriptor(tokens))
@@ -67,12 +67,12 @@ def test_a_ballot_lists_the_better_graph_first_whatever_was_reserved_first() -> 
     assert ballot.usable(Batch(5)) == bytes([UNUSABLE, USABLE, UNUSABLE])
 
 
-def test_as_many_graphs_fit_into_a_vote_as_is_said() -> None:
+def test_a_vote_holds_the_stated_maximum_number_of_graphs() -> None:
     vote = encoded(b"12345678", 1, bytes([UNUSABLE] * (MOST_GRAPHS - 1) + [USABLE]))
     assert decoded(vote).graph == MOST_GRAPHS - 1
 
 
-def test_the_rank_that_is_not_like_most_is_named_with_its_line() -> None:
+def test_the_difference_names_the_deviating_rank_and_its_configuration_line() -> None:
     usual = {"torch": ["2.13"], "plan": ["FULL", "sizes 1, 2"]}
     error = difference_of([usual, usual | {"plan": ["FULL", "sizes 1, 4"]}, usual])
     assert error is not None

@@ -41,6 +41,6 @@ def test_two_processes_decode_what_eager_does_on_the_cpu() -> None:
     assert [row[:3] for row in rows] == [["0", "PIECEWISE", "equal"], ["1", "PIECEWISE", "equal"]]
 
 
-def test_actors_of_ray_take_one_graph_at_each_step() -> None:
+def test_ray_actors_replay_the_same_graph_at_each_step() -> None:
     pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
     assert output_of("ray_ranks.py") == ["100 of 100 steps: one graph on all 2 ranks"]

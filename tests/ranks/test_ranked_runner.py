@@ -60,7 +60,7 @@ def assert_steps(runner: GraphRunner[torch.Tensor], tokens: int, reason: Reason)
     assert runner.last_dispatch.reason is reason
 
 
-def test_a_runner_votes_on_each_step(agreement: Agreement) -> None:
+def test_a_ranked_runner_votes_before_each_step_and_when_idle(agreement: Agreement) -> None:
     runner = runner_of(agreement)
     assert_steps(runner, 3, Reason.RANKS_DISAGREE)
     runner.capture()
@@ -70,7 +70,7 @@ def test_a_runner_votes_on_each_step(agreement: Agreement) -> None:
     assert runner.report().reasons[Reason.HIT] == 2
 
 
-def test_two_runners_share_an_agreement(agreement: Agreement) -> None:
+def test_two_runners_that_share_an_agreement_both_replay(agreement: Agreement) -> None:
     target, draft = runner_of(agreement), runner_of(agreement)
     target.capture()
     draft.capture()
@@ -79,7 +79,7 @@ def test_two_runners_share_an_agreement(agreement: Agreement) -> None:
         assert_steps(draft, 2, Reason.HIT)
 
 
-def test_a_step_takes_the_vote_that_was_begun(agreement: Agreement) -> None:
+def test_a_step_uses_the_vote_begun_for_its_batch(agreement: Agreement) -> None:
     runner, x = runner_of(agreement), torch.ones(2, WIDTH)
     runner.capture()
     batch = Batch(2)
@@ -93,7 +93,7 @@ def test_a_step_takes_the_vote_that_was_begun(agreement: Agreement) -> None:
     assert runner.last_dispatch == vote.result().agreed
 
 
-def test_a_step_of_a_slot_takes_the_graph_of_its_vote(agreement: Agreement) -> None:
+def test_a_step_of_a_slot_replays_the_voted_graph(agreement: Agreement) -> None:
     runner, batch = runner_of(agreement), Batch(2, 2)
     runner.capture()
     vote = agreement.begin(runner, batch)
@@ -103,7 +103,7 @@ def test_a_step_of_a_slot_takes_the_graph_of_its_vote(agreement: Agreement) -> N
     assert runner.last_dispatch == vote.result().agreed
 
 
-def test_a_step_that_brings_its_own_graph_is_refused(agreement: Agreement) -> None:
+def test_a_ranked_step_with_an_explicit_agreed_graph_is_refused(agreement: Agreement) -> None:
     runner = runner_of(agreement)
     runner.capture()
     agreed = runner.dispatcher.peek(Batch(2))
@@ -111,7 +111,9 @@ def test_a_step_that_brings_its_own_graph_is_refused(agreement: Agreement) -> No
         runner(Batch(2), agreed=agreed, x=torch.ones(2, WIDTH))
 
 
-def test_a_lazy_runner_captures_what_the_vote_says(agreement: Agreement) -> None:
+def test_a_lazy_ranked_runner_captures_the_voted_graph_except_under_autocast(
+    agreement: Agreement,
+) -> None:
     runner = runner_of(agreement, lazy=True)
     assert_steps(runner, 3, Reason.HIT)
     assert [graph.descriptor.num_tokens for graph in runner.report().graphs] == [4]
@@ -123,7 +125,7 @@ def test_a_lazy_runner_captures_what_the_vote_says(agreement: Agreement) -> None
     assert len(runner.report().graphs) == 2
 
 
-def test_released_graphs_are_captured_again(agreement: Agreement) -> None:
+def test_a_ranked_runner_recaptures_released_graphs_by_capture_next(agreement: Agreement) -> None:
     runner = runner_of(agreement)
     runner.capture()
     runner.release()
@@ -134,7 +136,7 @@ def test_released_graphs_are_captured_again(agreement: Agreement) -> None:
     assert len(runner.report().graphs) == 3
 
 
-def test_a_change_of_the_host_is_tried_by_the_next_vote(agreement: Agreement) -> None:
+def test_a_changed_host_value_is_tried_at_the_next_vote(agreement: Agreement) -> None:
     model = SimpleNamespace(level=0)
 
     def forward(x: torch.Tensor) -> torch.Tensor:
@@ -157,7 +159,7 @@ def test_a_change_of_the_host_is_tried_by_the_next_vote(agreement: Agreement) ->
     assert reasons.count(Reason.CHANGED) == (1 if NativeWatch is None else 0)
 
 
-def test_a_step_that_raises_ends_the_agreement(agreement: Agreement) -> None:
+def test_a_ranked_step_that_raises_ends_the_agreement(agreement: Agreement) -> None:
     runner = runner_of(agreement)
     runner.capture()
     with pytest.raises(Exception, match="x"):
@@ -166,6 +168,6 @@ def test_a_step_that_raises_ends_the_agreement(agreement: Agreement) -> None:
         runner(Batch(2), x=torch.ones(2, WIDTH))
 
 
-def test_what_cannot_vote_is_refused() -> None:
+def test_a_ranks_argument_that_cannot_vote_is_refused() -> None:
     with pytest.raises(InvalidOptionError, match="ranks"):
         Host(ranks=object())  # type: ignore[arg-type]

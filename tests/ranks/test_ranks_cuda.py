@@ -112,7 +112,9 @@ def launch(folder: Path, mode: str, steps: int, dies_at: int | None = None) -> l
 
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
-def test_random_batches_replay_the_same_graphs_with_nccl(tmp_path: Path, mode: str) -> None:
+def test_ranks_with_nccl_replay_the_same_graphs_for_random_batches(
+    tmp_path: Path, mode: str
+) -> None:
     first, second = launch(tmp_path, mode, 500)
     assert first == second, (first, second)
     assert first["wrong"] == 0

@@ -16,7 +16,9 @@ pytestmark = pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("check", ["off", "capture", "first", "sample", "always"])
 @pytest.mark.parametrize("query_lens", [[1], [1, 2], [1, 2, 4]])
-def test_random_steps(ranks: int, check: str, query_lens: list[int]) -> None:
+def test_ranks_agree_on_random_steps_with_lost_graphs(
+    ranks: int, check: str, query_lens: list[int]
+) -> None:
     """Rank 1 loses a graph half-way, and rank 0 all of them near the end: what its host changes is
     tried by all, and fails on rank 0 alone."""
     steps = 150 if check == "always" else 1000
@@ -37,7 +39,7 @@ def test_random_steps(ranks: int, check: str, query_lens: list[int]) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_random_steps_that_capture(ranks: int) -> None:
+def test_ranks_agree_on_random_steps_that_capture_lazily(ranks: int) -> None:
     case = {
         "sizes": SIZES, "steps": 500, "idle": 0.2, "beyond": 1, "uniform": 0.8, "lazy": True,
         "query_lens": [1, 2], "loras": [0, 1], "plan": {"query_lens": [1, 2], "loras": [1]},
@@ -46,7 +48,7 @@ def test_random_steps_that_capture(ranks: int) -> None:
     assert_same(launch(case, ranks, limit_s=600))
 
 
-def test_a_rank_that_alone_has_released_its_graphs_is_an_error_on_all() -> None:
+def test_a_rank_that_alone_released_its_graphs_raises_on_all_ranks() -> None:
     release = {"fault": {"kind": "release", "at": 10}}
     case = {"sizes": [4], "steps": 20, "lazy": True, "timeout_s": TIMEOUT_S}
     seen = launch(case | {"of_rank": {"1": release}}, 3)
@@ -57,7 +59,7 @@ def test_a_rank_that_alone_has_released_its_graphs_is_an_error_on_all() -> None:
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_whatever_happens_to_a_rank_the_others_stop_at_the_same_step(seed: int) -> None:
+def test_all_remaining_ranks_stop_at_the_same_step_after_a_loss(seed: int) -> None:
     rng = random.Random(seed)
     ranks = rng.choice([2, 3, 4])
     lost = rng.randrange(ranks)

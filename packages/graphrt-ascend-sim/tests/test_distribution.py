@@ -61,7 +61,7 @@ def test_the_wheel_has_the_sources_and_no_tests(installed: Path) -> None:
     assert others == {"graphrt_ascend_sim"}
 
 
-def test_graphrt_finds_it_and_nothing_heavy_is_imported_or_built(
+def test_graphrt_finds_the_simulator_plugin_without_importing_or_building_anything_heavy(
     installed: Path, tmp_path: Path
 ) -> None:
     code = """
@@ -84,7 +84,7 @@ def test_graphrt_finds_it_and_nothing_heavy_is_imported_or_built(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_it_changes_no_choice_unless_it_is_named(installed: Path, tmp_path: Path) -> None:
+def test_the_installed_simulator_is_chosen_only_if_named(installed: Path, tmp_path: Path) -> None:
     code = "import graphrt; print(graphrt.current_platform().name)"
     assert run(code, installed).stdout == run(code).stdout != ""
     assert run(code, installed, GRAPHRT_PLATFORM="cpu").stdout.strip() == "cpu"
@@ -98,7 +98,7 @@ def test_it_changes_no_choice_unless_it_is_named(installed: Path, tmp_path: Path
     assert done.stdout.strip() == "vendor", done.stderr
 
 
-def test_without_what_it_needs_its_name_is_an_error_that_says_so(
+def test_naming_the_simulator_without_its_requirements_raises_with_the_reason(
     installed: Path, tmp_path: Path
 ) -> None:
     cache = {"CXX": "/no/compiler", "XDG_CACHE_HOME": str(tmp_path)}
@@ -110,7 +110,7 @@ def test_without_what_it_needs_its_name_is_an_error_that_says_so(
     assert any(reason in done.stderr for reason in reasons), done.stderr
 
 
-def test_a_script_without_arguments_is_told_how(installed: Path) -> None:
+def test_running_the_simulator_module_without_arguments_prints_usage(installed: Path) -> None:
     code = "import runpy, sys; sys.argv[1:] = []; runpy.run_module('graphrt_ascend_sim')"
     done = run(code, installed)
     assert done.returncode == 1 and "SCRIPT|-m MODULE" in done.stderr

@@ -77,13 +77,13 @@ def side_stream() -> Any:
 # Orders of update and replay ----------------------------------------------------------------------
 
 
-def test_a_schedule_that_does_not_exist_is_refused() -> None:
+def test_an_unknown_simulator_schedule_is_refused() -> None:
     for schedule in ("hasty", "random", "lazy:1", "slow"):
         with pytest.raises(ValueError, match=schedule):
             simulator.set_schedule(schedule)
 
 
-def test_a_slow_stream_goes_on_last() -> None:
+def test_a_stream_scheduled_slow_runs_last() -> None:
     slow, fast = torch.npu.Stream(), torch.npu.Stream()
     x = torch.zeros(1, device="npu")
     torch.npu.synchronize()
@@ -100,18 +100,18 @@ def test_a_slow_stream_goes_on_last() -> None:
 
 @pytest.mark.usefixtures("schedule")
 @pytest.mark.parametrize("order", update_orders.RIGHT, ids=lambda order: order.__name__)
-def test_right_orders_are_right_under_every_schedule(order: Any) -> None:
+def test_right_update_orders_give_right_results_under_every_schedule(order: Any) -> None:
     assert update_orders.wrong_steps(order) == []
 
 
 @pytest.mark.parametrize("order", update_orders.WRONG, ids=lambda order: order.__name__)
-def test_wrong_orders_hang_and_the_process_ends_well(order: Any) -> None:
+def test_wrong_update_orders_hang_and_the_process_still_exits(order: Any) -> None:
     out = run(f"import update_orders; update_orders.main({order.__name__!r})", schedule="lazy")
     assert "507046" in out
     assert "value wait" in out
 
 
-def test_an_update_that_fails_after_the_replay_hangs_unless_it_is_drained() -> None:
+def test_a_failed_update_after_the_replay_hangs_unless_drained() -> None:
     code = """
 from update_orders import Attention
 model = Attention()
@@ -133,7 +133,7 @@ print('right', torch.allclose(model.out.cpu(), model.expected(3), atol=1e-5))
     assert run(code).split() == ["ArithmeticError", "hangs", "True", "right", "True"]
 
 
-def test_an_update_that_fails_before_the_replay_leaves_stale_signals() -> None:
+def test_a_failed_update_before_the_replay_leaves_stale_signals() -> None:
     """Under a lazy schedule the next replay starts with the signal of the failed update."""
     code = """
 from update_orders import Attention
@@ -156,7 +156,7 @@ for length, fail_at in ((1, None), (2, 1), (3, None), (4, None)):
 
 
 @pytest.mark.usefixtures("schedule")
-def test_two_graphs_of_one_pool_in_any_order() -> None:
+def test_two_graphs_of_a_pool_give_right_results_in_any_order() -> None:
     pool = torch.npu.graph_pool_handle()
     models = [Attention(pool), Attention(pool)]
     models[1].updates = models[0].updates
@@ -181,7 +181,7 @@ def first_line(action: Callable[[], Any]) -> str:
     return str(caught.value)
 
 
-def test_codes_of_what_a_capture_forbids() -> None:
+def test_calls_forbidden_in_a_capture_give_their_cann_error_codes() -> None:
     x = torch.ones(4, device="npu")
     side = side_stream()
 
@@ -246,12 +246,12 @@ def test_two_threads_that_update_on_one_stream_collide() -> None:
         torch.npu.graph_task_update_end(stream)
 
 
-def test_an_operator_that_is_missing_is_named() -> None:
+def test_an_operator_the_simulator_lacks_is_named_by_the_error() -> None:
     x = torch.ones(2, 4, device="npu")
     assert "the simulator lacks the operator aclnnCdist" in first_line(lambda: torch.cdist(x, x))
 
 
-def test_lengths_of_tnd_must_end_at_the_number_of_tokens() -> None:
+def test_tnd_lengths_that_end_elsewhere_than_the_token_count_are_refused() -> None:
     query = torch.ones(4, 2, 8, device="npu")
 
     def call() -> None:
@@ -295,11 +295,13 @@ def streams_of(kernels: int, sides: int = 0) -> int:
     ("kernels", "sides", "streams"),
     [(1, 0, 1), (2016, 0, 1), (2017, 0, 2), (4032, 0, 2), (4033, 0, 3), (3, 1, 2), (3, 3, 4)],
 )
-def test_streams_that_a_graph_holds(kernels: int, sides: int, streams: int) -> None:
+def test_a_graph_holds_the_predicted_number_of_streams(
+    kernels: int, sides: int, streams: int
+) -> None:
     assert streams_of(kernels, sides) == streams
 
 
-def test_the_streams_of_the_device_run_out() -> None:
+def test_captures_beyond_the_devices_streams_raise_207008() -> None:
     code = """
 x = torch.ones(4, device='npu'); torch.npu.Stream(); graphs = []
 try:
@@ -314,7 +316,7 @@ except RuntimeError as error:
     assert run(code, streams=40).split() == ["6", "True", "True"]
 
 
-def test_a_full_queue_makes_the_host_wait() -> None:
+def test_a_full_task_queue_blocks_the_host_or_raises_207006() -> None:
     code = """
 x = torch.zeros(4, device='npu')
 for _ in range(200):
@@ -332,7 +334,7 @@ except RuntimeError as error:
     assert run(code, queue_depth=64, schedule="lazy").split() == ["200.0", "full"]
 
 
-def test_memory_that_was_given_back_holds_no_number() -> None:
+def test_freed_device_memory_is_filled_with_nan() -> None:
     tensor = torch.zeros(64 << 20, dtype=torch.uint8, device="npu")
     address, before = tensor.data_ptr(), torch.npu.mem_get_info()[0]
     del tensor
@@ -342,7 +344,7 @@ def test_memory_that_was_given_back_holds_no_number() -> None:
     assert torch.empty(1 << 20, device="npu").isnan().all()
 
 
-def test_the_device_runs_out_of_memory() -> None:
+def test_allocating_beyond_device_memory_raises_out_of_memory() -> None:
     code = """
 try:
     torch.empty(64 << 20, dtype=torch.uint8, device='npu')
@@ -352,7 +354,7 @@ except RuntimeError as error:
     assert run(code, memory_mb=32).split() == ["True"]
 
 
-def test_waits_of_the_host_are_counted() -> None:
+def test_the_simulator_counts_host_synchronizations() -> None:
     event = torch.npu.Event()
     event.record()
     before = simulator.synchronizations()
@@ -368,7 +370,7 @@ def test_waits_of_the_host_are_counted() -> None:
 
 
 @pytest.mark.parametrize("queue", ["0", "1", "2"])
-def test_a_process_ends_well_with_every_kind_of_queue(
+def test_a_process_exits_cleanly_with_every_task_queue_setting(
     queue: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TASK_QUEUE_ENABLE", queue)
@@ -376,7 +378,7 @@ def test_a_process_ends_well_with_every_kind_of_queue(
     assert run(code).split() == ["24.0"]
 
 
-def test_a_process_ends_well_with_work_under_way() -> None:
+def test_a_process_exits_cleanly_with_work_in_flight() -> None:
     code = """
 x = torch.ones(512, 512, device='npu')
 for _ in range(50):
@@ -389,7 +391,7 @@ print('left')
 # Callbacks --------------------------------------------------------------------------
 
 
-def test_callbacks_run_in_the_thread_that_subscribed() -> None:
+def test_stream_callbacks_run_in_the_subscribed_thread() -> None:
     library = ctypes.CDLL("libascendcl.so")
     stream = torch.npu.Stream()
     handle, seen = ctypes.c_void_p(stream.npu_stream), list[int]()

@@ -26,15 +26,15 @@ def done(*names: str, **settings: object) -> bool:
 
 
 @pytest.mark.parametrize("schedule", ["eager", "random:1"])
-def test_a_value_on_the_device_decides_at_each_replay(schedule: str) -> None:
+def test_a_device_value_chooses_the_branch_at_each_replay(schedule: str) -> None:
     names = ("values_decide_at_each_replay", "nested", "side_stream_and_order")
     assert done(*names, software_queues=1, schedule=schedule)
 
 
-def test_what_the_runtime_says_of_conditions() -> None:
+def test_invalid_conditions_give_the_errors_of_the_runtime() -> None:
     names = ("switch_and_defaults", "what_the_runtime_refuses", "an_error_in_a_branch")
     assert done(*names, software_queues=1)
 
 
-def test_a_device_whose_queues_are_hardware_has_no_conditions() -> None:
+def test_a_device_with_hardware_queues_supports_no_conditions() -> None:
     assert done("without_software_queues")

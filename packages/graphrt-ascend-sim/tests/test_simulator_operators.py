@@ -56,7 +56,7 @@ OPERATORS: dict[str, Callable[..., torch.Tensor]] = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", OPERATORS)
-def test_operators_compute_what_the_cpu_computes(name: str, dtype: torch.dtype) -> None:
+def test_simulated_operators_equal_cpu_operators(name: str, dtype: torch.dtype) -> None:
     draw = torch.Generator().manual_seed(1)
     x, y = (torch.randn(8, 8, generator=draw).to(dtype) for _ in range(2))
     found, expected = OPERATORS[name](x.npu(), y.npu()).cpu(), OPERATORS[name](x, y)
@@ -65,7 +65,7 @@ def test_operators_compute_what_the_cpu_computes(name: str, dtype: torch.dtype) 
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
-def test_random_numbers_depend_on_the_seed_alone() -> None:
+def test_simulated_random_numbers_depend_only_on_the_seed() -> None:
     def draw() -> list[torch.Tensor]:
         torch.npu.manual_seed(5)
         x = torch.randn(64, device="npu")
@@ -78,7 +78,7 @@ def test_random_numbers_depend_on_the_seed_alone() -> None:
 
 
 @pytest.mark.parametrize("version", ["", "_v2"])
-def test_paged_attention_reads_its_pages(version: str) -> None:
+def test_simulated_paged_attention_equals_the_reference(version: str) -> None:
     draw = torch.Generator().manual_seed(2)
     lengths, heads, kv_heads, dim, page = [5, 17, 9], 4, 2, 8, 4
     query = torch.randn(3, heads, dim, generator=draw)
@@ -138,7 +138,7 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found.cpu().float(), expected, rtol=2e-3, atol=2e-3)
 
 
-def test_atb_attends_to_pages() -> None:
+def test_atb_paged_attention_equals_the_reference() -> None:
     call = latent_call([5, 18])
     query, cache, table = (call[name] for name in ("q_nope", "ctkv", "block_tables"))
     out = torch.empty(2, HEADS, LATENT, dtype=torch.float16, device="npu")
@@ -149,14 +149,14 @@ def test_atb_attends_to_pages() -> None:
         close(out[row], attended(call, row, row, length)[0])
 
 
-def test_atb_attends_to_latents() -> None:
+def test_atb_latent_attention_equals_the_reference() -> None:
     call = latent_call([5, 18])
     out = torch_npu.atb.npu_multi_head_latent_attention(**call)
     for row, length in enumerate([5, 18]):
         close(out[row], attended(call, row, row, length)[0])
 
 
-def test_latent_attention_writes_the_sums_of_its_softmax_under_ring() -> None:
+def test_latent_attention_writes_softmax_sums_only_under_calc_type_ring() -> None:
     call = latent_call([5, 18])
     out, lse = torch_npu.atb.npu_multi_head_latent_attention(
         **call, return_lse=True, calc_type="calc_type_ring"
@@ -180,7 +180,7 @@ def test_latent_attention_writes_the_sums_of_its_softmax_under_ring() -> None:
         ({"calc_type": "calc_type_ring"}, 1, "calc_type_ring writes lse"),
     ],
 )
-def test_sums_that_nobody_writes_or_that_have_no_place(
+def test_latent_attention_refuses_unwritten_or_missing_softmax_sum_outputs(
     monkeypatch: pytest.MonkeyPatch, options: Any, rows: int, said: str
 ) -> None:
     # Else torch_npu's queue of launches, and with it the process, would end.
@@ -211,7 +211,7 @@ def recent_error() -> str:
 
 
 @pytest.mark.parametrize("heads", [8, 128])
-def test_speculative_latent_attention_has_query_lengths(heads: int) -> None:
+def test_speculative_latent_attention_with_query_lengths_equals_the_reference(heads: int) -> None:
     queries, keys = [2, 1, 3], [4, 9, 20]
     call = latent_call(keys, sum(queries), q_headnum=heads)
     spec = {"qseqlen": queries, "calc_type": "calc_type_spec"}
@@ -241,7 +241,7 @@ def test_speculative_latent_attention_has_query_lengths(heads: int) -> None:
         ({"mask": (32, 32)}, "lacks masks"),
     ],
 )
-def test_what_atb_refuses_or_does_not_look_at_is_an_error(wrong: Any, said: str) -> None:
+def test_arguments_that_atb_refuses_or_ignores_raise(wrong: Any, said: str) -> None:
     for name, value in wrong.items():
         if isinstance(value, tuple):
             wrong |= {name: torch.zeros(value, dtype=torch.float16, device="npu")}
@@ -260,7 +260,9 @@ def test_what_atb_refuses_or_does_not_look_at_is_an_error(wrong: Any, said: str)
         (16, [5], "2 tokens, more than"),
     ],
 )
-def test_paged_attention_refuses_what_moves_rows(page: int, lengths: Any, said: str) -> None:
+def test_atb_paged_attention_refuses_lengths_that_would_move_rows(
+    page: int, lengths: Any, said: str
+) -> None:
     query, cache = (torch.zeros(n, page, 1, 512).half().npu() for n in (2, 8))
     table = torch.zeros(2, 2, dtype=torch.int32).npu()
     out = torch.zeros(2, 1, 512).half().npu()
@@ -271,7 +273,7 @@ def test_paged_attention_refuses_what_moves_rows(page: int, lengths: Any, said: 
     assert said in recent_error()
 
 
-def test_requests_without_keys_at_the_end_are_not_written() -> None:
+def test_latent_attention_leaves_trailing_requests_without_keys_unwritten() -> None:
     call = latent_call([5, 0])
     out = torch.full((2, HEADS, LATENT), 3.0).half().npu()
     torch_npu.atb.npu_multi_head_latent_attention(**call, output=out)

@@ -52,7 +52,7 @@ def attend(length: int, keys: int = 64, **options: Any) -> torch.Tensor:
     return out[0]
 
 
-def test_what_is_needed_of_a_workspace_follows_the_lengths() -> None:
+def test_the_required_workspace_size_grows_with_the_lengths() -> None:
     small = torch.empty(1060, dtype=torch.uint8, device="npu")
     attend(16, workspace=small)
     torch.npu.synchronize()
@@ -60,13 +60,13 @@ def test_what_is_needed_of_a_workspace_follows_the_lengths() -> None:
     assert "1060 bytes is too small" in message(torch.npu.synchronize)
 
 
-def test_a_workspace_is_written() -> None:
+def test_attention_writes_into_its_workspace() -> None:
     workspace = torch.zeros(4096, dtype=torch.uint8, device="npu")
     attend(64, workspace=workspace)
     assert 1024 < workspace.cpu().count_nonzero() < 4096
 
 
-def test_a_workspace_that_was_given_back_is_seen() -> None:
+def test_replaying_with_a_freed_workspace_raises() -> None:
     workspace = torch.zeros(64 << 20, dtype=torch.uint8, device="npu")
     graph, _ = captured(partial(attend, 64, workspace=workspace))
     del workspace
@@ -75,7 +75,7 @@ def test_a_workspace_that_was_given_back_is_seen() -> None:
     assert "was given back" in message(torch.npu.synchronize)
 
 
-def test_an_update_that_allocates_its_workspace_is_an_error() -> None:
+def test_a_simulated_update_that_allocates_its_workspace_raises() -> None:
     model = Attention()
     kept, model.workspace = model.workspace, None
     assert "which the graph does not keep" in message(lambda: model.update(2))
@@ -93,7 +93,9 @@ def test_an_update_that_allocates_its_workspace_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("lengths", "wrong"), [([9, 8], "9, which"), ([-1, 2], "-1, which"), ([], "missing")]
 )
-def test_lengths_that_the_block_table_does_not_have(lengths: list[int], wrong: str) -> None:
+def test_lengths_beyond_the_block_table_are_refused_with_561002(
+    lengths: list[int], wrong: str
+) -> None:
     query = torch.ones(2, 2, 8, device="npu")
     cache = torch.ones(8, 4, 16, device="npu")
     table = torch.zeros(2, 2, dtype=torch.int32, device="npu")
@@ -108,7 +110,7 @@ def test_lengths_that_the_block_table_does_not_have(lengths: list[int], wrong: s
     assert "561002" in found and wrong in found
 
 
-def test_too_few_lengths_and_too_few_rows_of_the_table() -> None:
+def test_too_few_lengths_or_block_table_rows_are_refused() -> None:
     query = torch.ones(3, 2, 8, device="npu")
     cache = torch.ones(8, 4, 16, device="npu")
 
@@ -123,7 +125,7 @@ def test_too_few_lengths_and_too_few_rows_of_the_table() -> None:
     assert "2 rows for 3 requests" in message(lambda: call(2, [1, 2, 3]))
 
 
-def test_a_bias_and_a_sink_are_computed_and_scales_of_quantized_keys_are_refused() -> None:
+def test_attention_computes_bias_and_sink_and_refuses_quantized_keys() -> None:
     draw = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, 2, count, 16, generator=draw) for count in (3, 5, 5))
     bias, sink = torch.randn(1, 2, 3, 5, generator=draw), torch.randn(2, generator=draw)
@@ -150,7 +152,7 @@ def test_a_bias_and_a_sink_are_computed_and_scales_of_quantized_keys_are_refused
 # Captures -----------------------------------------------------------------------------------------
 
 
-def test_what_is_refused_in_a_capture_does_not_spoil_it() -> None:
+def test_a_refused_call_in_a_capture_does_not_invalidate_the_capture() -> None:
     x, event = torch.ones(4, device="npu"), torch.npu.Event()
     found = list[str]()
 
@@ -171,7 +173,7 @@ def test_what_is_refused_in_a_capture_does_not_spoil_it() -> None:
 
 
 @pytest.mark.parametrize("mode", ["global", "thread_local", "relaxed"])
-def test_no_thread_waits_for_the_device_during_a_capture(mode: str) -> None:
+def test_device_synchronization_by_any_thread_during_a_capture_is_refused(mode: str) -> None:
     x, found = torch.ones(4, device="npu"), list[str]()
 
     def wait() -> None:
@@ -189,7 +191,7 @@ def test_no_thread_waits_for_the_device_during_a_capture(mode: str) -> None:
     assert out.tolist() == [2.0] * 4 and "107027" in found[0]
 
 
-def test_a_group_is_not_updated_while_its_graph_is_captured() -> None:
+def test_updating_a_task_group_during_its_capture_is_refused() -> None:
     x, found = torch.ones(4, device="npu"), list[str]()
 
     def body() -> torch.Tensor:
@@ -233,7 +235,7 @@ with torch.npu.stream(first):
 """
 
 
-def test_an_event_from_outside_is_refused_and_one_of_another_capture_breaks_both(
+def test_waiting_on_an_event_of_another_capture_invalidates_both_captures(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # With a queue of launches their waits would fail in it, which ends it for the process.
@@ -244,7 +246,7 @@ def test_an_event_from_outside_is_refused_and_one_of_another_capture_breaks_both
 # Failures that are asked for ----------------------------------------------------------------------
 
 
-def test_the_call_that_is_chosen_fails_and_no_other() -> None:
+def test_only_the_chosen_runtime_call_is_made_to_fail() -> None:
     x = torch.ones(4, device="npu")
     graph, out = captured(lambda: x + 1)
     before = simulator.calls("aclmdlRIExecuteAsync")
@@ -257,14 +259,14 @@ def test_the_call_that_is_chosen_fails_and_no_other() -> None:
     assert simulator.calls("aclmdlRIExecuteAsync") == before + 3
 
 
-def test_an_operator_can_be_made_to_fail() -> None:
+def test_a_chosen_operator_call_can_be_made_to_fail() -> None:
     x = torch.ones(4, device="npu")
     simulator.fail_call("aclnnMulGetWorkspaceSize", code=561002)
     assert "561002" in message(lambda: x * x)
     assert (x * x).tolist() == [1.0] * 4
 
 
-def test_failures_of_what_does_not_exist_are_refused() -> None:
+def test_failures_of_unknown_functions_or_invalid_counts_are_refused() -> None:
     for function, nth, code in (("aclrtNothing", 1, 1), ("malloc", 1, 1), ("aclrtMalloc", 0, 1)):
         with pytest.raises(ValueError, match=r"nothing|malloc|nth"):
             simulator.fail_call(function.replace("Nothing", "nothing"), nth, code=code)
@@ -279,7 +281,7 @@ for order in ORDERS:
 """
 
 
-def test_a_device_that_needs_every_signal_before_the_graph() -> None:
+def test_an_update_first_device_hangs_if_the_replay_comes_first() -> None:
     right = """
 import update_orders
 def ordered(model, length):
@@ -294,7 +296,7 @@ print("wrong steps:", update_orders.wrong_steps(ordered))
     assert "507046" in found
 
 
-def test_a_device_of_one_queue_hangs_where_the_replay_comes_first() -> None:
+def test_a_single_queue_device_hangs_if_the_replay_comes_first() -> None:
     assert "507046" in run(f"ORDERS = ['graph_wait_then_replay']{ORDERS}", schedule="single")
     found = run(f"ORDERS = ['graph_wait_then_update']{ORDERS}", schedule="single")
     assert found == "wrong steps: []\n"
@@ -326,7 +328,7 @@ print(right)
 """
 
 
-def test_without_value_wait_a_signal_lasts_until_it_is_reset(
+def test_on_an_older_cann_a_signal_lasts_until_its_reset(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # A process that is started from this one would run on the library of this one.
@@ -337,7 +339,7 @@ def test_without_value_wait_a_signal_lasts_until_it_is_reset(
     assert run(forgotten).split() == ["[False,", "False]"]
 
 
-def test_the_events_of_the_device_run_out() -> None:
+def test_recording_more_events_than_the_device_has_raises_207007() -> None:
     code = """
 events = []
 try:
@@ -350,7 +352,7 @@ except RuntimeError as error:
     assert run(code, events=100).split() == ["True"]
 
 
-def test_with_software_queues_a_captured_graph_holds_no_stream() -> None:
+def test_a_captured_graph_holds_no_stream_with_software_queues() -> None:
     code = """
 import graphrt_ascend_sim as simulator
 x = torch.ones(4, device='npu'); torch.npu.Stream(); graphs = []

@@ -135,7 +135,7 @@ class Pipe:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_images_are_those_of_the_eager_pipeline(name: str):
+def test_images_with_graphs_equal_those_of_the_eager_pipeline(name: str):
     family = FAMILIES[name]
     pipe = family.make()
     count = call_counter(pipe)
@@ -165,7 +165,7 @@ SCHEDULERS = [
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS, ids=lambda each: type(each).__name__)
-def test_schedulers_that_keep_outputs_of_the_denoiser(scheduler: Any):
+def test_a_scheduler_that_keeps_denoiser_outputs_gives_the_eager_image(scheduler: Any):
     """Without guidance they get the denoiser's own tensor."""
     pipe = dit()
     pipe.scheduler = scheduler
@@ -175,7 +175,7 @@ def test_schedulers_that_keep_outputs_of_the_denoiser(scheduler: Any):
     assert not ran_eagerly(pipe)
 
 
-def test_an_output_outlives_later_calls():
+def test_a_denoiser_output_keeps_its_values_after_later_calls():
     model = flux_transformer()
     pipe = with_graphs(Pipe(model))
     first = denoise(model).sample
@@ -185,7 +185,7 @@ def test_an_output_outlives_later_calls():
     assert torch.equal(first, before) and hits(pipe) == 3
 
 
-def test_batches_of_one_and_two_and_one_that_is_too_large():
+def test_a_batch_above_max_batch_runs_eagerly_with_a_warning():
     pipe = dit()
     labels = {n: list(range(n)) for n in (1, 2, 3)}
 
@@ -202,7 +202,7 @@ def test_batches_of_one_and_two_and_one_that_is_too_large():
     assert ran_eagerly(pipe) == {EagerReason.TOO_LARGE: 4}
 
 
-def test_a_decoder_of_images_is_served_if_asked():
+def test_the_vae_decoder_is_served_by_graphs_if_asked():
     pipe = stable_diffusion()
     eager = UNET.images(pipe)
     with_graphs(pipe, vae_decoder=True)
@@ -214,7 +214,7 @@ def test_a_decoder_of_images_is_served_if_asked():
         with_graphs(wan(), vae_decoder=True)
 
 
-def test_a_call_that_an_error_ends_changes_nothing_for_the_next():
+def test_a_pipeline_call_ended_by_an_error_leaves_the_next_image_right():
     pipe = FLUX.make()
     eager = FLUX.images(pipe)
 
@@ -234,7 +234,9 @@ def test_a_call_that_an_error_ends_changes_nothing_for_the_next():
     assert torch.equal(FLUX.images(pipe), eager) and not ran_eagerly(pipe)
 
 
-def test_an_interrupted_capture_leaves_nothing(monkeypatch: pytest.MonkeyPatch):
+def test_an_interrupted_capture_keeps_no_graph_and_the_next_call_captures(
+    monkeypatch: pytest.MonkeyPatch,
+):
     pipe = FLUX.make()
     eager = FLUX.images(pipe)
     with_graphs(pipe)
@@ -251,7 +253,7 @@ def test_an_interrupted_capture_leaves_nothing(monkeypatch: pytest.MonkeyPatch):
     assert captures(pipe) == 1 and not ran_eagerly(pipe)
 
 
-def test_capturing_ahead_leaves_images_as_they_were():
+def test_capturing_ahead_changes_neither_images_nor_the_random_state():
     pipe = wan()
     family = FAMILIES["Wan"]
     eager = family.images(pipe)
@@ -269,7 +271,7 @@ def test_capturing_ahead_leaves_images_as_they_were():
 
 
 @pytest.mark.parametrize("return_dict", [True, False])
-def test_a_result_keeps_its_type(return_dict: bool):
+def test_a_replayed_denoiser_returns_the_eager_result_type(return_dict: bool):
     model = flux_transformer()
     eager = denoise(model, return_dict=return_dict)
     with_graphs(Pipe(model))
@@ -279,7 +281,7 @@ def test_a_result_keeps_its_type(return_dict: bool):
         assert not return_dict or result.sample is result["sample"]
 
 
-def test_nested_arguments_are_read_anew_at_each_call():
+def test_tensors_in_nested_arguments_are_read_at_each_call():
     """As SDXL has them."""
     model = unet(
         addition_embed_type="text_time",
@@ -300,7 +302,7 @@ def test_nested_arguments_are_read_anew_at_each_call():
     assert "added_cond_kwargs/text_embeds (2, 8)" in report(pipe)["transformer"].signatures[0]
 
 
-def test_residuals_of_a_controlnet_are_inputs():
+def test_controlnet_residuals_are_graph_inputs_and_need_no_recapture():
     with_middle = UNET_CONFIG | {"mid_block_type": "UNetMidBlock2D"}
     known = inspect.signature(diffusers.ControlNetModel).parameters
     control = built(
@@ -339,7 +341,7 @@ def with_ip_adapter(model: Any) -> Any:
     return model.eval()
 
 
-def test_images_of_an_ip_adapter_are_inputs_and_its_scale_is_seen():
+def test_a_changed_ip_adapter_scale_recaptures_and_new_adapter_images_do_not():
     model, twin = with_ip_adapter(unet()), with_ip_adapter(unet())
     pipe = with_graphs(Pipe(model))
     eager = []
@@ -355,7 +357,7 @@ def test_images_of_an_ip_adapter_are_inputs_and_its_scale_is_seen():
     assert captures(pipe) == 2 and not ran_eagerly(pipe)
 
 
-def test_lists_that_a_forward_empties_are_given_to_each_run():
+def test_a_forward_that_pops_its_list_argument_gets_a_full_list_each_run():
     """UNet pops the residuals of a T2I adapter."""
     model = unet()
     adapter = [embedding(2, 4, 8, 8), embedding(2, 8, 4, 4)]
@@ -387,7 +389,7 @@ def small_call(model: Any, length: int = 4, scale: Any = 1.0) -> torch.Tensor:
         return model(embedding(1, length, 16), {"scale": scale})
 
 
-def test_plain_values_have_graphs_of_their_own():
+def test_each_plain_value_of_an_argument_has_its_own_graph():
     """The weight of a LoRA, say: 1, 1.0 and True are three values."""
     model, twin = Small(), Small()
     pipe = with_graphs(Pipe(model))
@@ -398,7 +400,7 @@ def test_plain_values_have_graphs_of_their_own():
     assert captures(pipe) == len(values) and hits(pipe) == 2 * len(values)
 
 
-def test_an_object_among_the_arguments_is_named():
+def test_an_unknown_object_argument_runs_eagerly_and_is_named_by_the_warning():
     model = flux_transformer()
     pipe = with_graphs(Pipe(model))
     with pytest.warns(
@@ -408,7 +410,7 @@ def test_an_object_among_the_arguments_is_named():
     assert ran_eagerly(pipe) == {EagerReason.ARGUMENT: 1}
 
 
-def test_the_forward_is_still_known_by_its_arguments():
+def test_with_graphs_keeps_the_signature_of_the_denoisers_forward():
     """Pipelines ask whether a denoiser takes guidance or masks."""
     model = flux_transformer()
     before = inspect.signature(model.forward)
@@ -419,7 +421,7 @@ def test_the_forward_is_still_known_by_its_arguments():
 # What is not served -------------------------------------------------------------------------------
 
 
-def test_gradients_are_the_eager_ones():
+def test_a_denoiser_call_with_gradients_enabled_runs_eagerly():
     model = flux_transformer()
     pipe = with_graphs(Pipe(model))
     with pytest.warns(EagerDenoiserWarning, match="gradients are on"):
@@ -428,7 +430,7 @@ def test_gradients_are_the_eager_ones():
     assert ran_eagerly(pipe) == {EagerReason.GRADIENTS: 1}
 
 
-def test_a_hook_in_the_denoiser_runs_at_every_call_and_without_it_graphs_are_back():
+def test_a_submodule_hook_makes_calls_eager_until_its_removal():
     model = Small()
     pipe = with_graphs(Pipe(model))
     small_call(model)
@@ -444,7 +446,7 @@ def test_a_hook_in_the_denoiser_runs_at_every_call_and_without_it_graphs_are_bac
 
 
 @pytest.mark.parametrize("kind", ["pre_hook", "hook"])
-def test_hooks_of_all_modules_run_at_every_call(kind: str):
+def test_a_global_module_hook_makes_calls_eager_until_its_removal(kind: str):
     model = Small()
     pipe = with_graphs(Pipe(model))
     small_call(model)
@@ -461,7 +463,7 @@ def test_hooks_of_all_modules_run_at_every_call(kind: str):
     assert captures(pipe) == 1 and hits(pipe) == 2
 
 
-def test_hooks_of_diffusers_are_named():
+def test_a_diffusers_cache_hook_makes_calls_eager_with_a_warning():
     pipe = FAMILIES["Flux"].make()
     config = diffusers.FirstBlockCacheConfig(threshold=10.0)
     pipe.transformer.enable_cache(config)
@@ -477,7 +479,7 @@ def test_hooks_of_diffusers_are_named():
 
 
 @pytest.mark.parametrize("order", ["graphs first", "hooks first"])
-def test_hooks_of_offloading_are_named(order: str):
+def test_an_accelerate_offloading_hook_makes_calls_eager_until_its_removal(order: str):
     hooks = pytest.importorskip("accelerate.hooks", reason="accelerate is not installed")
     model = flux_transformer()
     eager = denoise(model).sample
@@ -496,7 +498,7 @@ def test_hooks_of_offloading_are_named(order: str):
     assert torch.equal(denoise(model).sample, eager)
 
 
-def test_graphs_that_hooks_have_wrapped_can_still_be_taken_out():
+def test_without_graphs_works_after_accelerate_wrapped_the_forward():
     hooks = pytest.importorskip("accelerate.hooks", reason="accelerate is not installed")
     model = flux_transformer()
     eager = denoise(model).sample
@@ -507,7 +509,7 @@ def test_graphs_that_hooks_have_wrapped_can_still_be_taken_out():
     assert torch.equal(denoise(model).sample, eager)
 
 
-def test_a_forward_that_no_graph_can_stand_for_says_why_once():
+def test_a_denoiser_that_cannot_be_captured_warns_once_and_runs_eagerly():
     class Asks(Small):
         def forward(self, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
             return self.inner(hidden_states) * hidden_states.sum().item()
@@ -522,7 +524,7 @@ def test_a_forward_that_no_graph_can_stand_for_says_why_once():
     assert "leave with_graphs() out" in said and "eager_break" not in said
 
 
-def test_an_error_that_a_forward_raises_in_a_capture_alone_does_not_end_the_call():
+def test_a_forward_that_raises_only_during_capture_runs_eagerly():
     class Breaks(Small):
         def forward(self, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
             if is_inside_capture():
@@ -536,7 +538,7 @@ def test_an_error_that_a_forward_raises_in_a_capture_alone_does_not_end_the_call
     assert ran_eagerly(pipe) == {EagerReason.FAILED: 1}
 
 
-def test_signatures_beyond_the_most_are_dropped_and_endless_ones_run_eagerly():
+def test_signatures_above_max_signatures_are_dropped_and_ever_new_signatures_run_eagerly():
     model, twin = Small(), Small()
     pipe = with_graphs(Pipe(model), max_signatures=2)
     for length in (2, 3, 2, 4):
@@ -558,7 +560,7 @@ def test_signatures_beyond_the_most_are_dropped_and_endless_ones_run_eagerly():
     assert captures(pipe) == 10
 
 
-def test_a_second_thread_runs_eagerly():
+def test_a_call_from_a_second_thread_runs_eagerly_while_the_denoiser_is_busy():
     model = Small()
     pipe = with_graphs(Pipe(model))
     eager = small_call(model)
@@ -591,7 +593,7 @@ def test_a_denoiser_that_is_compiled_already_is_refused():
             with_graphs(Pipe(model))
 
 
-def test_a_compiler_sees_the_denoiser_itself():
+def test_torch_compile_traces_the_denoisers_own_forward_without_graphs():
     model = Small()
     eager = small_call(model)
     pipe = with_graphs(Pipe(model))
@@ -679,7 +681,7 @@ CHANGES = [
 ]
 
 
-def test_the_first_call_after_a_change_sees_it():
+def test_the_first_call_after_a_changed_attribute_gives_the_eager_result():
     model, twin = flux_transformer(), flux_transformer()
     pipe = with_graphs(Pipe(model))
     last = denoise(model).sample
@@ -713,7 +715,7 @@ class Gated(Small):
 
 
 @pytest.mark.parametrize("name", ["gate", "shift", "table"])
-def test_an_equal_tensor_in_the_place_of_another_is_not_the_same(name: str):
+def test_replacing_a_tensor_by_an_equal_tensor_recaptures(name: str):
     model = Gated()
     pipe = with_graphs(Pipe(model))
     before = small_call(model)
@@ -799,7 +801,9 @@ def set_bias(controller: Controller) -> None:
     ],
     ids=["dict", "list in a tuple", "slot", "tensor", "moved tensor", "module", "array"],
 )
-def test_what_a_processors_controller_holds_is_seen(change: Callable[[Controller], Any]):
+def test_a_change_in_an_attention_processors_controller_recaptures(
+    change: Callable[[Controller], Any],
+):
     torch.manual_seed(0)
     model, twin = WithProcessor(), WithProcessor()
     twin.load_state_dict(model.state_dict())
@@ -816,7 +820,7 @@ def test_what_a_processors_controller_holds_is_seen(change: Callable[[Controller
     assert captures(pipe) == 2 and hits(pipe) == 3 and not ran_eagerly(pipe)
 
 
-def test_a_controller_in_the_closure_of_a_replaced_forward_is_seen():
+def test_a_changed_controller_in_the_closure_of_a_replaced_forward_takes_effect():
     """As prompt-to-prompt was published: `attention.forward` is replaced, on the instance."""
 
     def controlled(model: Small, controller: Controller) -> Small:
@@ -833,7 +837,7 @@ def test_a_controller_in_the_closure_of_a_replaced_forward_is_seen():
     assert torch.equal(small_call(model), small_call(twin))
 
 
-def test_an_equal_list_in_the_place_of_another_needs_no_capture_and_is_watched():
+def test_replacing_a_list_by_an_equal_list_recaptures_only_when_the_list_changes():
     """As `set_ip_adapter_scale` does before each image."""
     model = WithProcessor()
     pipe = with_graphs(Pipe(model))
@@ -867,7 +871,7 @@ class Holding:
         return value
 
 
-def test_a_processor_that_cannot_be_compared_runs_eagerly_and_is_named():
+def test_a_processor_that_cannot_be_compared_runs_eagerly_with_a_warning():
     for held, named in ((Hidden(), r"leads to a .*Hidden"), ([*range(20_000)], "more than 10000")):
         model = WithProcessor(Holding(held))
         pipe = with_graphs(Pipe(model))
@@ -882,7 +886,7 @@ def test_a_processor_that_cannot_be_compared_runs_eagerly_and_is_named():
         assert hits(pipe) == 1, plain
 
 
-def test_a_processor_that_collects_is_captured_once():
+def test_a_processor_that_appends_to_a_list_is_captured_once_then_runs_eagerly():
     """Warm-ups and first steps run it too: its list gets what they add, and no more."""
     seen: list[torch.Tensor] = []
 
@@ -900,7 +904,7 @@ def test_a_processor_that_collects_is_captured_once():
     assert captures(pipe) == 1 and ran_eagerly(pipe) == {EagerReason.CHANGING: 3}
 
 
-def test_a_callback_that_changes_the_denoiser_is_seen_at_the_next_step():
+def test_a_change_by_a_step_callback_takes_effect_at_the_next_step():
     def images(pipe: Any) -> torch.Tensor:
         def change(_pipe: Any, step: int, _time: Any, tensors: dict[str, Any]) -> dict[str, Any]:
             if step == 1:
@@ -951,7 +955,7 @@ def test_every_change_of_a_peft_lora_gives_the_results_of_eager_steps():
     assert not ran_eagerly(pipe)
 
 
-def test_a_copy_of_the_denoiser_is_a_plain_one():
+def test_a_copied_or_unpickled_denoiser_has_no_graphs():
     model = flux_transformer()
     eager = denoise(model).sample
     pipe = with_graphs(Pipe(model))
@@ -966,7 +970,7 @@ def test_a_copy_of_the_denoiser_is_a_plain_one():
     assert torch.equal(denoise(model).sample, eager)
 
 
-def test_walks_through_a_denoiser_do_not_enter_what_serves_it():
+def test_the_search_for_held_tensors_skips_the_wrapper_of_graphrt():
     """It holds copies of the module's dicts, and counters that move at every call."""
     model = Small()
 
@@ -983,7 +987,7 @@ def test_walks_through_a_denoiser_do_not_enter_what_serves_it():
     assert found() == before and before[0] == ["model.inner.weight", "model.inner.bias"]
 
 
-def test_graphs_end_with_their_pipeline():
+def test_deleting_the_pipeline_frees_the_denoiser_and_its_graphs():
     pipe = dit()
     with_graphs(pipe)
     DIT.images(pipe)
@@ -996,7 +1000,7 @@ def test_graphs_end_with_their_pipeline():
 # The host's functions -----------------------------------------------------------------------------
 
 
-def test_called_again_it_begins_anew():
+def test_calling_with_graphs_again_discards_the_earlier_graphs():
     pipe = dit()
     DIT.images(with_graphs(pipe))
     with_graphs(pipe, max_signatures=1)
@@ -1007,7 +1011,7 @@ def test_called_again_it_begins_anew():
     without_graphs(pipe)
 
 
-def test_a_forward_that_was_replaced_before_is_put_back():
+def test_without_graphs_restores_a_forward_the_user_had_replaced():
     model = flux_transformer()
     before = model.forward
     model.forward = lambda *args, **kwargs: before(*args, **kwargs)
@@ -1018,7 +1022,7 @@ def test_a_forward_that_was_replaced_before_is_put_back():
     assert vars(model)["forward"] is replaced
 
 
-def test_a_denoiser_that_was_replaced_is_reported():
+def test_replacing_the_pipelines_denoiser_warns_once_and_shows_in_the_report():
     pipe = with_graphs(Pipe(Small()))
     small_call(pipe.transformer)
     gone = weakref.ref(pipe.transformer)
@@ -1034,7 +1038,7 @@ def test_a_denoiser_that_was_replaced_is_reported():
     assert not report(pipe)["transformer"].replaced and hits(pipe) == 1
 
 
-def test_a_forward_that_is_wrapped_is_reported_and_can_be_taken_out():
+def test_a_wrapped_forward_is_reported_as_replaced_and_without_graphs_removes_its_graphs():
     model = Small()
     pipe = with_graphs(Pipe(model))
     served = model.forward
@@ -1048,7 +1052,7 @@ def test_a_forward_that_is_wrapped_is_reported_and_can_be_taken_out():
     assert served.report().hits == 1 and not served.report().signatures
 
 
-def test_graphs_of_a_denoiser_that_was_replaced_are_taken_out_of_it():
+def test_without_graphs_also_restores_a_denoiser_removed_from_the_pipeline():
     model = Small()
     pipe = with_graphs(Pipe(model))
     pipe.transformer = Small()
@@ -1056,7 +1060,7 @@ def test_graphs_of_a_denoiser_that_was_replaced_are_taken_out_of_it():
     assert "forward" not in vars(model) and report(pipe) == {}
 
 
-def test_a_capture_ahead_needs_graphs():
+def test_capture_is_refused_for_a_pipeline_without_graphs():
     pipe = dit()
     for _ in range(2):
         with pytest.raises(UnsupportedHostError, match="serve no denoiser") as error:
@@ -1071,7 +1075,7 @@ def test_a_capture_ahead_needs_graphs():
         capture(pipe, class_labels=[7])
 
 
-def test_what_cannot_be_a_pipeline_is_refused():
+def test_with_graphs_refuses_objects_without_a_denoiser_and_invalid_options():
     with pytest.raises(UnsupportedHostError, match="no denoiser"):
         with_graphs(torch.nn.Linear(1, 1))
     # One with other names for its arguments is served.
@@ -1088,7 +1092,9 @@ def test_what_cannot_be_a_pipeline_is_refused():
             with_graphs(dit(), **wrong)
 
 
-def test_a_diffusers_with_other_hooks_is_refused(monkeypatch: pytest.MonkeyPatch):
+def test_a_diffusers_version_with_an_unknown_hook_registry_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+):
     registry = importlib.import_module("diffusers.hooks.hooks").HookRegistry
     monkeypatch.setattr(registry, "check_if_exists_or_initialize", lambda module: None)
     with pytest.raises(UnsupportedHostError, match=r"no '_diffusers_hook' in .*check_if_exists"):
@@ -1098,14 +1104,18 @@ def test_a_diffusers_with_other_hooks_is_refused(monkeypatch: pytest.MonkeyPatch
         with_graphs(dit())
 
 
-def test_the_example_of_the_page_runs_as_it_stands(capsys: pytest.CaptureFixture[str]):
+def test_the_code_of_the_diffusers_page_runs_and_prints_as_documented(
+    capsys: pytest.CaptureFixture[str],
+):
     page = Path(__file__).parents[3] / "docs" / "how-to" / "diffusers.md"
     (code,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     exec(compile(code, page.name, "exec"), {})
     assert capsys.readouterr().out == "10 2\n"
 
 
-def test_with_graphs_off_calls_run_eagerly(monkeypatch: pytest.MonkeyPatch):
+def test_graphs_switched_off_by_the_environment_make_all_calls_eager(
+    monkeypatch: pytest.MonkeyPatch,
+):
     monkeypatch.setenv("GRAPHRT_MODE", "NONE")
     pipe = dit()
     eager = DIT.images(pipe)
@@ -1120,7 +1130,7 @@ def test_with_graphs_off_calls_run_eagerly(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("name", FAMILIES)
-def test_images_on_a_gpu(name: str):
+def test_images_with_graphs_on_a_gpu_equal_eager_images(name: str):
     family: Family = FAMILIES[name]
     pipe = family.make().to("cuda")
     family_call = {
@@ -1137,7 +1147,7 @@ def test_images_on_a_gpu(name: str):
 
 
 @pytest.mark.cuda
-def test_a_scheduler_that_keeps_outputs_on_a_gpu():
+def test_a_scheduler_that_keeps_outputs_on_a_gpu_gives_the_eager_image():
     """Outputs in the pool's memory would be overwritten under it."""
     pipe = dit().to("cuda")
     pipe.scheduler = diffusers.PNDMScheduler(skip_prk_steps=True, steps_offset=1)
@@ -1147,7 +1157,7 @@ def test_a_scheduler_that_keeps_outputs_on_a_gpu():
 
 
 @pytest.mark.cuda
-def test_a_pipeline_that_moves_to_another_device():
+def test_a_pipeline_moved_to_another_device_gives_right_images():
     pipe = dit()
     eager = DIT.images(pipe)
     with_graphs(pipe)
@@ -1160,7 +1170,7 @@ def test_a_pipeline_that_moves_to_another_device():
 
 
 @pytest.mark.cuda
-def test_blocks_that_diffusers_has_compiled_are_captured():
+def test_repeated_blocks_compiled_by_diffusers_are_captured():
     pipe = FLUX.make().to("cuda")
     call = {n: v.cuda() if isinstance(v, torch.Tensor) else v for n, v in FLUX.call.items()}
     on_gpu = Family(**{**vars(FLUX), "call": call})
