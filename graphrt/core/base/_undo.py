@@ -63,6 +63,7 @@ class Undo(list[Callable[[], object]]):
         The first error is raised when all is done; an interrupt goes before errors.
         """
         raised: BaseException | None = None
+        # What was called and raised: it is called once more, and not a third time.
         cut_short: Callable[[], object] | None = None
         at = len(self)
         while at:
@@ -121,7 +122,8 @@ def note(error: BaseException, text: str) -> None:
 
 
 class ProcessChange:
-    """A change of the whole process that is there as long as anybody needs it.
+    """A change of the whole process that is there as long as anybody needs it, such as a garbage
+    collector that is off: the first user's `enter` makes it, the last one's `leave` undoes it.
 
     Users are kept by `id` and not counted, so that leaving twice, or without having entered,
     changes nothing. `make` is given a list to which it adds what undoes each step, before the step.
@@ -132,6 +134,7 @@ class ProcessChange:
         self._make = make
         self._lock = threading.Lock()
         self.users: set[int] = set()
+        # What undoes the change, the last step last; empty while the change is not there.
         self._undone_by: list[Callable[[], object]] = []
 
     def __bool__(self) -> bool:

@@ -87,6 +87,7 @@ def told(value: object) -> str:
 
 
 def wrong_type(key: str, value: object, expected: str, example: str) -> GraphRTError:
+    """The error for an option with a wrong value; `example` is a right one."""
     return refused(f"option {key!r} has a wrong value", value, expected, example)
 
 
@@ -140,12 +141,15 @@ def check_hashable(
 
 
 def flag(key: str, value: object) -> object:
+    """A check for True or False."""
     if not isinstance(value, bool):
         raise wrong_type(key, value, "true or false", f"{key}=true")
     return value
 
 
 def whole(least: int, example: int, most: int = MOST) -> Check:
+    """A check for an integer from `least` to `most`; errors advise `example`."""
+
     def check(key: str, value: object) -> object:
         return count_of(f"option {key!r}", value, least=least, most=most, example=example)
 
@@ -223,6 +227,8 @@ def padding_ratio(key: str, value: object) -> float:
 
 
 def choice(*choices: str) -> Check:
+    """A check for one of these strings."""
+
     def check(key: str, value: object) -> object:
         # In this order: an object may refuse to be compared.
         if not isinstance(value, str) or value not in choices:
@@ -234,10 +240,12 @@ def choice(*choices: str) -> Check:
 
 
 def optional(check: Check) -> Check:
+    """The same check, which lets None pass."""
     return lambda key, value: None if value is None else check(key, value)
 
 
 def operators(key: str, value: object) -> object:
+    """A check for names of operators, or a single one; returns them as a tuple."""
     example = '["aten::mm"]'
     if isinstance(value, set | frozenset):
         value = sorted(value, key=str)

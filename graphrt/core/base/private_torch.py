@@ -19,6 +19,7 @@ TESTED = ("2.11", "2.12", "2.13", "2.14", "2.15")
 """The versions of torch that graphrt's tests have run on, oldest first."""
 
 _NOTHING = object()
+"""Stands for a part of a path that is not there."""
 
 
 @dataclass(frozen=True)

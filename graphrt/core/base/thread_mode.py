@@ -111,6 +111,7 @@ class ThreadMode(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 _AUTOCAST = {"AutocastCPU": "cpu", "AutocastCUDA": "cuda", "AutocastPrivateUse1": "privateuseone"}
+"""dispatch key of autocast's kernels -> the kind of device that they are for"""
 _BUILT_IN = frozenset({"aten", "prim", "prims"})
 _CALLED_BY = {"aten::_trilinear": "aten::bilinear"}
 """Built-in operators whose kernels call others, and what calls them: where autocast has a kernel
@@ -221,6 +222,8 @@ def unseen(function: Callable[[], T]) -> T:
 
 @undoing
 def _without_modes(function: Callable[[], T], undo: Undo, *, everything: bool = False) -> T:
+    """Call `function` without dispatch modes; with `everything` also without autograd and inference
+    mode."""
     undo.enter(private.without_dispatch_modes())
     if not everything:
         return function()

@@ -19,6 +19,7 @@ NAMES = PrivateNames()
 Manager: TypeAlias = AbstractContextManager[object]
 _SEEN = "2.11", "2.13"
 
+# Each of these takes names of torch without which the same feature is missing.
 _capture = partial(NAMES.take, without="nothing can be captured")
 _mode = partial(NAMES.take, without="captures on the CPU, and captures with breaks, fail")
 _break = partial(

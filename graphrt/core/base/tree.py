@@ -13,6 +13,7 @@ import torch
 
 _FIXED = (torch.Tensor, bool, int, float, complex, str, bytes, type(None))
 _DEEPEST = 200
+"""The most levels of a tree; one that holds itself has more."""
 _ATOMS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout})
 """Types that hold nothing, mostly."""
 
@@ -69,6 +70,7 @@ def copier(tree: Any) -> Callable[[], Any] | None:
 
 
 def _can_change(tree: Any) -> bool:
+    """Whether a tree has a container whose items its caller could replace."""
     if type(tree) is tuple:
         return any(map(_can_change, tree))
     return not isinstance(tree, _FIXED)

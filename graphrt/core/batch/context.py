@@ -27,8 +27,9 @@ class CaptureTransaction:
     """Allows the wrappers of a step to capture while it is in their context, and takes back what
     they did: all of them capture, or none has.
 
-    - `slot`: the dispatcher's slot for their entries. The context has none while it captures: so a
-      wrapper looks by descriptor, and finds out that it has captured in this step already.
+    - `slot`: the dispatcher's slot for their entries. The context itself has no slot while it
+      captures: so a wrapper looks up its entry by descriptor. If it finds one, it was called twice
+      in the step, and raises.
     - `fixed`: the addresses of the storages in which every step of the graph finds its inputs.
     - `metadata_is_declared`: the context's metadata is right for every step.
     - `lifts_constants`: tensors that the forward makes on the host may be kept in page-locked

@@ -11,6 +11,7 @@ from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import nearest, refused
 
 MODE_VARIABLE = "GRAPHRT_MODE"
+"""The variable of the environment that turns all graphs off: see `graphs_off`."""
 E = TypeVar("E", bound=enum.Enum)
 
 

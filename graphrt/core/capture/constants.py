@@ -48,6 +48,7 @@ entry: a graph may be running when its entry is dropped."""
 
 
 Check: TypeAlias = Callable[[], None]
+"""What a replay calls first; raises if memory that the graph has copied was written since."""
 
 
 def _unchanged(tensor: torch.Tensor, source: Source | None = None) -> Check:
@@ -77,16 +78,23 @@ _returned: WeakKeyDictionary[GraphPool, dict[int, _Made]] = WeakKeyDictionary()
 
 
 class Constants:
-    """The constants of one capture in `pool`."""
+    """Keeps the constants of one capture in `pool` for its replays, as the module says.
+
+    The capture calls `take` for its arguments; for each segment `begin`, `run` at each operator,
+    `end` and `checks`; and `hand_on` for its result.
+    """
 
     def __init__(self, pool: GraphPool) -> None:
         self._platform = pool.platform
+        # key of a storage -> a constant that a capture in this pool has returned.
         self._returned = _returned.setdefault(pool, {})
         for key, made in list(self._returned.items()):
             if made.storage.expired():  # type: ignore[no-untyped-call]
                 del self._returned[key]
-        # By the key of the storage, which no other gets while there is the weak reference.
+        # key of a storage that the capture made on the host -> what it was made of. No other
+        # storage gets the key while there is the weak reference.
         self._made: dict[int, _Made] = {}
+        # Page-locked memory of the open segment's graph.
         self._pinned: list[torch.Tensor] = []
         # Checks for the open segment, in order, each once.
         self._arrays: dict[Check, None] = {}
@@ -133,6 +141,7 @@ class Constants:
         if func in _MIXED:
             return self._mixed(func, args, kwargs)
         for value in (*args, *kwargs.values()):
+            # A number in a tensor on the host, as in `x + torch.tensor(2.0)`: see 4 above.
             if (
                 type(value) is torch.Tensor
                 and value.is_cpu
@@ -178,6 +187,7 @@ class Constants:
                 self._made[key] = _Made(ref, checks, not_constant)
 
     def _is_constant(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor on the host was made of nothing but constants."""
         made = self._made.get(_key(tensor))
         return made is not None and not made.operands
 
@@ -247,6 +257,7 @@ class Constants:
         return func(*args, **kwargs)
 
     def _as_it_is(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Issue an operator, and note what its results on the host were made of."""
         result = func(*args, **kwargs)
         if result.is_cpu if type(result) is torch.Tensor else isinstance(result, list | tuple):
             self._note(func, args, kwargs, result)

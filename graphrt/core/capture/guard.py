@@ -37,6 +37,7 @@ from graphrt.core.replay.entry import name_of
 from graphrt.core.replay.recording import Recording, counted, current_capture, issued
 
 _COPIES = ("aten.copy_.default", "aten._to_copy.default")
+"""The operators that copy between the host and a device."""
 
 
 class CaptureGuard(ThreadMode):
@@ -67,6 +68,8 @@ class CaptureGuard(ThreadMode):
         self.issued = issued.get()
         self._context = context
         self._breaks = breaks
+        # Whether tensors may leave an eager part by a side door, as only captures in pieces have
+        # eager parts.
         self._in_pieces = recorder.breakable or bool(breaks)
         self._check_host = check_host
         self.constants = constants
@@ -76,6 +79,7 @@ class CaptureGuard(ThreadMode):
         # Copies of memory that an eager part returned and others hold too, with the name of the
         # part. Graphs read the copy, so a write of it would not reach the others.
         self.copies: dict[StorageWeakRef, str] = {}
+        # Whether this mode was entered for the open segment; whether it handles an operator now.
         self._entered = self._handling = False
 
     def begin(self, graph: DeviceGraph) -> None:
@@ -164,6 +168,7 @@ def is_listed(func: Any, breaks: frozenset[str]) -> bool:
 
 
 HostCheck = Callable[[Any, Sequence[Any], Mapping[str, Any]], None]
+"""Raises for a call of an operator that would do work on the host: see `host_check`."""
 
 
 def host_check(
@@ -248,6 +253,7 @@ def hand_back(context: ForwardContext) -> None:
 
 @functools.cache
 def _withholding(kind: type) -> type:
+    """The class that contexts of `kind` get while they withhold their metadata."""
     return type(kind.__name__, (_Withholding, kind), {"__slots__": ()})
 
 
@@ -274,6 +280,7 @@ class SideDoors:
         # Key of a storage -> memory that no graph may read. While there is the weak reference, no
         # other storage gets the key.
         self.made: dict[int, tuple[StorageWeakRef, _Made]] = {}
+        # The number of the capture under way, or of the last one.
         self._capture = 0
         # For tensors of earlier runs that a graph has read: (part, line) that made it -> the error
         # to raise if the line makes another one in this capture.
@@ -380,6 +387,7 @@ class _PartWatch(ThreadMode):
         # Memory that the part was given, and may read: key of the storage -> storage. Held, as
         # another storage may get the key of a freed one.
         self._arguments: dict[int, torch.UntypedStorage] = {}
+        # Where these storages begin: another storage over the same memory may be read too.
         self._addresses: set[int] = set()
         # Keys of storages that its operators made: to ask the pool about one takes 20 us.
         self._fresh: set[int] = set()
@@ -413,6 +421,7 @@ class _PartWatch(ThreadMode):
         return result
 
     def _check_read(self, guard: CaptureGuard, tensor: torch.Tensor, func: Any) -> None:
+        """Raise `SideDoorError` for pool memory that the part was not given."""
         if tensor.untyped_storage().data_ptr() not in self._addresses and guard.owns(tensor):
             raise refusals.HIDDEN_TENSOR(described(tensor), op=func, part=self._part)
 
@@ -449,6 +458,7 @@ def _memory_of(tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
 
 
 def _parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors with memory that a tensor consists of: itself, or those inside of a subclass."""
     return [part for part, name, _ in tree.placed((tensor,), parts=True) if name is not None]
 
 

@@ -47,10 +47,12 @@ class KeyedGraphs(Uncopied):
             check_callable("trials", trials)
         self.pool = GraphPool() if pool is None else pool
         make, mode = wrapper_class(self.pool.platform), GraphMode.FULL
+        # Makes the wrapper of one graph.
         self._wrap = partial(make, runtime_mode=mode, pool=self.pool, options=options, hooks=hooks)
         # Raises now, not at the first capture, if an option is wrong.
         self._wrap(_destroyed)
         self._new_trials = trials
+        # key -> its graph, which may have been destroyed together with all others of the pool.
         self._graphs: dict[Hashable, KeyedGraph] = {}
 
     def capture(self, key: Hashable, forward: Callable[[], Any]) -> KeyedGraph:
@@ -144,8 +146,8 @@ class KeyedGraphs(Uncopied):
 class KeyedGraph:
     """A graph of `KeyedGraphs`, under its `key`.
 
-    With graphs off it is the forward, called at every replay, and ends with the pool as graphs do.
-    So it is in quarantine, where `trials` have put it.
+    With graphs off, and in quarantine (where `trials` may put it), a replay calls the forward. That
+    ends with the pool, as graphs do.
     """
 
     def __init__(
@@ -158,6 +160,7 @@ class KeyedGraph:
         self.trials: Any = wrapper._graphs.trials
         """What `trials=` has made for it, such as a `WrapperTrials`; else None."""
         self._wrapper = wrapper
+        # The updates that an eager run repeats where a replay is given none.
         self._updates: Any = WORST_CASE if self.is_eager else None
         if self.is_eager:
             # An entry without a graph, so that it is destroyed with the pool as others are.

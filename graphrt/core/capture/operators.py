@@ -13,6 +13,7 @@ LIFT_FRESH = torch.ops.aten.lift_fresh.default
 
 
 Index: TypeAlias = tuple[slice | torch.Tensor, ...]
+"""What stands in `tensor[...]`; () is all of the tensor."""
 
 
 class Rows(NamedTuple):
@@ -61,22 +62,32 @@ def facts_of(func: Any) -> OperatorFacts:
     writes nothing."""
     schema = getattr(func, "_schema", None)
     if schema is None:
-        return OperatorFacts("", (), None, False, False, False, False, may_draw=True)
+        return OperatorFacts(
+            name="",
+            writes=(),
+            rows=None,
+            is_aten=False,
+            is_view=False,
+            makes_no_memory=False,
+            overwrites=False,
+            may_draw=True,
+        )
     writes, is_aten = writes_of(schema), schema.name.startswith("aten::")
-    alias_infos = [result.alias_info for result in schema.returns]
+    # For each result, whether it is an argument or a view of one.
+    are_aliases = [result.alias_info is not None for result in schema.returns]
     return OperatorFacts(
         schema.name,
         writes,
-        _ROWS.get(schema.name),
-        is_aten,
-        schema.name in _RESHAPING or (not writes and any(each is not None for each in alias_infos)),
-        is_aten and schema.name not in _MAKING and all(each is not None for each in alias_infos),
+        rows=_ROWS.get(schema.name),
+        is_aten=is_aten,
+        is_view=schema.name in _RESHAPING or (not writes and any(are_aliases)),
+        makes_no_memory=is_aten and schema.name not in _MAKING and all(are_aliases),
         # Whether a host's own operator reads what it writes is not known; most fill a buffer anew.
-        schema.name in _OVERWRITING
+        overwrites=schema.name in _OVERWRITING
         or any(name == "out" for _, name in writes)
         or (bool(writes) and not is_aten),
-        torch.Tag.nondeterministic_seeded in func.tags,
-        any("Generator" in str(argument.type) for argument in schema.arguments),
+        draws=torch.Tag.nondeterministic_seeded in func.tags,
+        may_draw=any("Generator" in str(argument.type) for argument in schema.arguments),
     )
 
 
@@ -105,6 +116,10 @@ def indices_of(args: Sequence[Any]) -> int:
     """How many indices a call that writes rows is given, along its longest."""
     indices = args[1] if isinstance(args[1], list | tuple) else args[2:3]
     return max((i.numel() for i in indices if isinstance(i, torch.Tensor)), default=0)
+
+
+# Of a call's arguments, the rows that it will write: by a tuple of indices, by one index along a
+# dimension, and by an index for each element.
 
 
 def _by_index(args: Sequence[Any]) -> Rows:
@@ -138,6 +153,7 @@ def _by_element(args: Sequence[Any]) -> Rows:
     return Rows(tuple(at), (index,))
 
 
+# name of an operator -> what returns the rows that a call of it will write.
 _ROWS: dict[str, Callable[[Sequence[Any]], Rows]] = {
     **dict.fromkeys(("aten::index_put_", "aten::_index_put_impl_"), _by_index),
     **dict.fromkeys(
@@ -153,11 +169,13 @@ _MAKING = {"aten::set_", "aten::lift_fresh"}
 # They change a tensor's shape or storage, and write no memory.
 _RESHAPING = {"aten::resize_", "aten::resize_as_", "aten::set_"}
 
+# They read nothing of what they write.
 _OVERWRITING = {
     f"aten::{name}_"
     for name in ("copy", "fill", "zero", "normal", "uniform", "random", "exponential", "bernoulli")
 }
 
+# Their second and third argument are a dimension, and an index along it.
 _BY_DIM = {
     *("index_select", "gather", "index_copy", "index_add", "index_fill", "index_reduce"),
     *("scatter", "scatter_add", "scatter_reduce"),
@@ -184,6 +202,8 @@ def in_bounds(func: Any, args: Sequence[Any]) -> bool:
 
 
 def _sizes_of(tensor: torch.Tensor, indices: Sequence[Any]) -> list[tuple[int, Any]]:
+    """(size of the dimension, the index along it) for each of `indices` that has row numbers; masks
+    have none, and cover as many dimensions as they have."""
     sizes, dim = [], 0
     for index in indices:
         if index is None or index.dtype not in (torch.bool, torch.uint8):

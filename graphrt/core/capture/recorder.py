@@ -45,7 +45,9 @@ class Bridges:
     """
 
     def __init__(self) -> None:
+        # (site, number of a tensor in its result) -> the bytes of its buffer.
         self._buffers: dict[tuple[int, int], torch.Tensor] = {}
+        # Buffers that a larger capture has replaced.
         self._outgrown: list[torch.Tensor] = []
 
     def fix(
@@ -120,8 +122,10 @@ R = TypeVar("R")
 class Recorder:
     """One capture under way: it drives segments and eager parts, and takes all back if it fails.
 
-    `breakable` says whether `@eager_break` functions and the operators in `breaks` end the segment.
-    Where it is false they are errors in a PIECEWISE capture, and captured in a FULL one.
+    Made for one call of a wrapper: `record` runs it, `parts` is what the entry then replays, and
+    `discard` destroys that. `breakable` says whether `@eager_break` functions and the operators in
+    `breaks` end the segment. Where it is false they are errors in a PIECEWISE capture, and captured
+    in a FULL one.
     """
 
     def __init__(
@@ -150,6 +154,7 @@ class Recorder:
         # id of a tensor -> (the tensor, how entries hold it): a part that is given one tensor twice
         # is given one tensor twice at replays too.
         self._aliases: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
+        # id of a tensor -> that tensor, whose Python object only the forward has: see `give`.
         self._made: dict[int, weakref.ref[torch.Tensor]] = {}
         tensors = tree.tensors(*call)
         # Tensors outside of the pool: the caller's before the forward, and arguments of an eager
@@ -157,11 +162,13 @@ class Recorder:
         self._places = _Places()
         if not owned:
             self._places.add(tensors)
+        # torch's settings around the forward: eager parts may differ from them in autocast alone.
         self._settings: Mapping[str, Any] = {}
         listed = frozenset(breaks if self.must_break else ())
         for name in listed:
             guard.check_break(name)
         transaction = context.capture or CaptureTransaction()
+        # `Constants` keeps in page-locked memory what the forward makes on the host.
         lifts, pins = transaction.lifts_constants, pool.platform.needs_pinned_copies
         constants = Constants(pool) if pins and lifts else None
         check_host = None
@@ -352,11 +359,13 @@ class Recorder:
 
     @undoing
     def _allocated(self, undo: Undo, like: torch.Tensor) -> torch.Tensor:
+        """A new tensor in the pool, of the shape and dtype of `like`."""
         undo.enter(self.pool.platform.allocate_in(self.pool.memory))
         strides = separate_strides(like)
         return torch.empty_strided(like.shape, strides, dtype=like.dtype, device=like.device)
 
     def _begin(self) -> None:
+        """Begin a segment, in a new graph."""
         if self._hooks is not None:
             self._hooks.before_capture()
         platform = self.pool.platform
@@ -372,6 +381,7 @@ class Recorder:
         self._guard.begin(graph)
 
     def _end(self) -> None:
+        """End the open segment, which becomes a part if it has recorded anything."""
         assert self._open is not None
         (graph, tasks), platform = self._open, self.pool.platform
         self._places.check()
@@ -412,6 +422,7 @@ class _Places:
     """Shapes and addresses of tensors as they were when they were added, to compare them later."""
 
     def __init__(self) -> None:
+        # id -> the tensor, kept alive.
         self._tensors: dict[int, torch.Tensor] = {}
         # A list for each property (shape, address, ...), a value for each tensor: a segment's end
         # compares whole lists in C. One by one, many parts took the square of their number.

@@ -36,6 +36,7 @@ _NOT_THE_USERS = (
 
 
 _generated: dict[str, Callable[[int], Source | None]] = {}
+"""name of a generated file -> what returns the user's line that one of its lines stands for"""
 
 
 class Source(NamedTuple):
@@ -93,6 +94,7 @@ def source_of(error: BaseException) -> Source | None:
 
 @cache
 def _is_users(filename: str) -> bool:
+    """Whether a file is neither of torch nor of the runtime parts of graphrt."""
     # A frame of contextlib may be between a capture and its body.
     return not filename.startswith(_NOT_THE_USERS) and filename != contextlib.__file__
 

@@ -69,9 +69,11 @@ class WrapperGraphs:
         read_context: Callable[[], ForwardContext | None],
         trials: CallChecks | None,
     ) -> None:
+        """`mode` None is equal to no context's mode: then all calls run eagerly."""
         self.trials = trials
         self.entries: dict[BatchDescriptor, Entry] = {}
         self.by_slot: dict[int, Entry] = {}
+        # Where results of eager parts, and static outputs, are copied for graphs to read.
         self.bridges = Bridges()
         # Whether arguments are compared at an entry's first replay, and at every one.
         self.checks = options.checks("capture")
@@ -88,6 +90,7 @@ class WrapperGraphs:
         updates, it keeps the pool."""
         pool = self.pool
         is_full = self.mode is _FULL
+        # A FULL replay is a whole step. A piece begins one unless its step has replayed already.
         if is_full:
             if pool.pieces.replaying is not None:
                 pool._leave_step(context)
@@ -193,7 +196,6 @@ class GraphWrapper(errors.Uncopied):
             )
         self.pool = GraphPool(self.platform_name) if pool is None else pool
         self.options = options or GraphOptions()
-        # With graphs off it is None, which is no context's mode: all calls run eagerly.
         mode = None if graphs_off() else self.runtime_mode
         self._graphs = WrapperGraphs(mode, self.pool, self.options, read_context, trials)
         self._new_recorder = partial(
@@ -205,6 +207,7 @@ class GraphWrapper(errors.Uncopied):
         )
         self._eager_calls = Counter[Reason]()
         self._sealing = Sealing(self.options)
+        # Whether a runner owns the arguments of its calls: see `serve_owner`.
         self._owner_served = False
         # Last: a capture session that is under way includes the wrapper from here on.
         self.pool.holders.add(self)
@@ -222,7 +225,7 @@ class GraphWrapper(errors.Uncopied):
             return self.runnable(*args, **kwargs)
         if context.mode is not graphs.mode or (under_way and is_inside_capture()):
             return self.runnable(*args, **kwargs)
-        # `in_turn`, written out: every step goes through here.
+        # `in_turn`, repeated inline: every step goes through here.
         pool = graphs.pool
         outer = pool.owner
         if outer is not None and outer is not context:
@@ -230,6 +233,7 @@ class GraphWrapper(errors.Uncopied):
         try:
             pool.owner = context
             entry = graphs.by_slot.get(context.slot)
+            # Nothing at this slot, another dispatcher's slot, or an earlier piece ran eagerly.
             if (
                 entry is None
                 or entry.descriptor is not context.descriptor
@@ -245,7 +249,7 @@ class GraphWrapper(errors.Uncopied):
                 return outputs
             outputs = self._capture(context, args, kwargs)
             pool.owner = outer
-        except BaseException:  # `undoing`, written out
+        except BaseException:  # `@undoing`, repeated inline
             if pool.owner is context:  # a step that waits for its updates keeps the pool
                 pool.owner = outer
             raise
@@ -367,6 +371,7 @@ class GraphWrapper(errors.Uncopied):
         return entry, result
 
     def _tell_pool(self, context: ForwardContext) -> None:
+        """Count a capture in the pool, unless the maker of the transaction does."""
         if context.capture is None or context.capture.tells_pool:
             assert context.descriptor is not None
             self.pool._captured(self, context.descriptor)
@@ -391,7 +396,8 @@ class GraphWrapper(errors.Uncopied):
 
     @property
     def eager_calls(self) -> dict[Reason, int]:
-        """How many calls ran eagerly though a context was missing, a graph was, or failed."""
+        """How many calls ran eagerly: without a context, without a graph after `seal()`, or though
+        their context announced a graph."""
         counted = Reason.MISSING_GRAPH, Reason.NO_CONTEXT, Reason.SEALED
         return {reason: self._eager_calls[reason] for reason in counted}
 

@@ -15,7 +15,8 @@ Memory = TypeVar("Memory")
 
 @dataclass
 class OpenCapture(Generic[Memory]):
-    """A capture that is under way; `begun` once its begin has succeeded."""
+    """A capture that is under way, on a stream, into a handle of the memory; `begun` once its begin
+    has succeeded."""
 
     stream: Any
     memory: Memory
@@ -30,6 +31,7 @@ class Captures(ABC, Generic[Memory]):
     """
 
     def __init__(self) -> None:
+        # graph -> its capture, from before its begin until its end or abort.
         self._open: dict[Any, OpenCapture[Memory]] = {}
 
     def begin(self, graph: Any, memory: Any) -> None:

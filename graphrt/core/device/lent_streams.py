@@ -34,6 +34,7 @@ class LentStreams(Generic[Handle]):
         self._wrap = wrap
         # device -> its idle streams, in plain lists: finalizers add to them, anywhere.
         self._idle: dict[int, list[Handle]] = {}
+        # (device, handle of a lent stream) -> its loan.
         self._loans: weakref.WeakValueDictionary[tuple[int, int], Loan] = (
             weakref.WeakValueDictionary()
         )

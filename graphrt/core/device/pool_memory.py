@@ -26,13 +26,19 @@ class Allocator:
 
     current_device: Callable[[], int]
     new_handle: Callable[[], Any]
+    """A handle of a pool that nothing was allocated in yet."""
     empty_cache: Callable[[], object]
+    """Give cached memory that nobody uses back to the device."""
     stats: Callable[[int], Mapping[str, Any]]
+    """The allocator's counters for a device, as `torch.cuda.memory_stats_as_nested_dict`."""
     snapshot: Callable[[], Sequence[Mapping[str, Any]]]
+    """The segments of all pools, as `torch.cuda.memory_snapshot`."""
     route_thread: Callable[[int, PoolHandle], object]
     """Route this thread's allocations into a pool, and take a share of it."""
     stop_routing: Callable[[int, PoolHandle], object]
+    """End that; raises `RuntimeError` if nothing is routed there. The share stays."""
     release_share: Callable[[int, PoolHandle], object]
+    """Give one share of a pool back: without any the pool is freed."""
     hold: Callable[[int, PoolHandle], Any]
     """A graph of nothing that holds a pool until its `reset`: also the part of it that is page-
     locked host memory, of which no binding takes a share. Raises `RuntimeError`."""
@@ -76,6 +82,7 @@ class PoolMemory:
         """Raises `PoolError` for an `adopted` pool that has memory in use and no graph."""
         self._allocator = allocator
         self.device = allocator.current_device()
+        # What `Allocator.hold` returned; None as long as the host does not know the pool.
         self._share: Any = None
         self._begin([], adopted)
         if adopted is not None:
@@ -87,9 +94,14 @@ class PoolMemory:
             self._share.reset()
             self._share = None
         new = PoolHandle(self._allocator.new_handle()) if adopted is None else adopted
+        # The present pool is the last; those before may still hold memory of graphs.
         self._handles = [*before, new]
+        # The graphs that were captured into the present pool.
         self._graphs: WeakSet[Any] = WeakSet()
+        # Whether the present pool was handed out for a capture.
         self._used = False
+        # (start, end) of each segment of these pools, as of the allocator's counters in
+        # `_ranges_version`.
         self._ranges: list[tuple[int, int]] = []
         self._ranges_version: tuple[int, int] | None = None
 
@@ -164,6 +176,7 @@ class PoolMemory:
         self._begin([])
 
     def _take_share(self) -> None:
+        """Keep the present pool alive between two graphs; raises `PoolError`."""
         handle = self._handles[-1]
         try:
             self._share = self._allocator.hold(self.device, handle)
@@ -179,6 +192,7 @@ class PoolMemory:
         return any(start <= address < end for start, end in self._ranges)
 
     def _refresh(self) -> None:
+        """Ask the allocator for the segments of these pools, if any has come or gone."""
         # Segments only come and go with device allocations, which these two count.
         reserved = self._allocator.stats(self.device)["reserved_bytes"]["all"]
         version = (reserved["allocated"], reserved["freed"])
@@ -233,6 +247,7 @@ def never_destroy(graph: Any) -> None:
     _undead.append(graph)
 
 
+# Graphs that `never_destroy` keeps.
 _undead: list[Any] = []
 
 

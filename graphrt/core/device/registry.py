@@ -54,6 +54,7 @@ class FoundPlatform:
     platform: Platform | None = None
     error: str | None = None
     _availability: Availability | None = field(default=None, repr=False, compare=False)
+    """The answer of the platform; None before it was asked."""
 
     @property
     def availability(self) -> Availability:
@@ -83,7 +84,9 @@ class FoundPlatform:
 
 
 ENTRY_POINT_GROUP = "graphrt"
+"""The group of entry points by which installed plugins are found."""
 PLATFORM_VARIABLE = "GRAPHRT_PLATFORM"
+"""The variable of the environment that forces a platform by name."""
 
 BUILT_IN_PLATFORMS: Mapping[str, str] = {
     "ascend": "graphrt.ascend.platform:AscendPlatform",
@@ -230,6 +233,7 @@ class PlatformRegistry:
         return not platform.by_name_only and platform.device_type not in self._simulated_types
 
     def _usable(self) -> list[FoundPlatform]:
+        """All platforms that were found, whether or not they are available here."""
         return [each for each in self.platforms() if each.platform is not None]
 
     def _load_installed(self) -> list[FoundPlatform]:

@@ -45,6 +45,7 @@ class Ladders:
     __slots__ = ("_ladders", "_ranked")
 
     def __init__(self, graphs: Collection[Dispatch]) -> None:
+        # All graphs, the best first: a graph's place here is its rank.
         self._ranked = sorted(graphs, key=preference)
         # (variant, query length) -> the ladders of this length, then those for any length.
         self._ladders: dict[tuple[Hashable, int | None], list[_Ladder]] = {}

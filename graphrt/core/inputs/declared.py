@@ -19,7 +19,8 @@ from graphrt.core.inputs.layout import InputLayout
 from graphrt.core.inputs.spec import InputSpec, check_value
 
 _LARGE_BYTES = 1 << 30
-"""For larger buffers the device is asked how much memory it has."""
+"""Buffers up to 1 GiB fit nearly everywhere: for larger ones the device is asked how much memory it
+has."""
 _IS_PADDING = "{} as in padding"
 """Stands in `Differing` for an input that has a live row equal to its padding."""
 _RESERVED = {"agreed", "metadata", "self", "updates"}
@@ -27,10 +28,12 @@ _RESERVED = {"agreed", "metadata", "self", "updates"}
 
 
 class DeclaredInputs:
-    """The specs of `inputs=` by (dotted) name. Raises `InvalidInputError` for what are none."""
+    """The specs of `inputs=` by (dotted) name, against which each step's values are checked. Raises
+    `InvalidInputError` for what are no specs."""
 
     def __init__(self, specs: Mapping[str, Any]) -> None:
         self.specs = dict(_specs(specs, "", "inputs="))
+        # Whether an argument of the forward is a dict of inputs.
         self.nested = any(isinstance(spec, Mapping) for spec in specs.values())
         self.by_axis: dict[str, frozenset[str]] = {"tokens": frozenset()}
         """"tokens" or "reqs" -> the inputs with that batch axis, which have padding rows. "reqs"
@@ -39,6 +42,7 @@ class DeclaredInputs:
             axis, _ = spec.batch_axis()
             if axis is not None:
                 self.by_axis[axis.counts] = self.by_axis.get(axis.counts, frozenset()) | {name}
+        # All inputs with a batch axis.
         self.with_rows = frozenset[str]().union(*self.by_axis.values())
         self.shows = {
             axis: names | {_IS_PADDING.format(each) for each in names if self._may_address(each)}
@@ -203,6 +207,8 @@ def _differs(value: torch.Tensor, spec: InputSpec, dim: int) -> bool:
 
 
 def _specs(specs: object, prefix: str, where: str) -> Iterator[tuple[str, InputSpec]]:
+    """(dotted name, spec) of each input in a mapping, whose own name is `prefix`; raises
+    `InvalidInputError` for anything else, which errors say is at `where`."""
     if not isinstance(specs, Mapping) or not specs:
         raise _wrong_inputs(where, specs, "a mapping of at least one name to an InputSpec")
     for name, spec in specs.items():

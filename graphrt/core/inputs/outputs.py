@@ -33,6 +33,7 @@ BatchDims = tuple[tuple[int, Axis], ...]
 """The dimensions of one tensor that are cut to the live rows."""
 
 Probe = Callable[[int, int], object]
+"""Runs the forward at a size (tokens, requests), and lets the layout see what it returns."""
 
 _BATCH = (Axis("tokens"), Axis("reqs"))
 _VALUES = (numbers.Number, str, bytes, enum.Enum, torch.dtype, torch.device, torch.Size)
@@ -55,13 +56,15 @@ class OutputLayout:
 
     def forget(self) -> None:
         """Forget what was seen."""
-        # First: interrupted after it, no size that was forgotten counts as resolved.
+        # The sizes (tokens, requests) that `resolve` has taken into account, and all that were
+        # seen. The former goes first: interrupted then, no forgotten size counts as resolved.
         self._resolved: set[tuple[int, int]] = set()
         self._seen: set[tuple[int, int]] = set()
         # path -> how many dimensions a tensor has, or the text of another value.
         self._structure: dict[str, int | str] = {}
         # path -> for each dimension of a tensor, the axes that it may have.
         self._axes: dict[str, list[list[OneAxis]]] = {}
+        # path -> the answer of `batch_dims`, as of the last `resolve`.
         self._batch_dims: dict[str, BatchDims] = {}
 
     def see(self, tokens: int, reqs: int, outputs: Any) -> None:
@@ -253,6 +256,7 @@ def _fits(axis: OneAxis, rows: int, tokens: int, reqs: int) -> bool:
 def _other_structure(
     structure: Mapping[str, object], expected: Mapping[str, object], size: str
 ) -> OutputError:
+    """The error for outputs that have another structure at this size than `expected`."""
     paths = [
         path for path in {**structure, **expected} if structure.get(path) != expected.get(path)
     ]
@@ -304,6 +308,7 @@ def _is_of(prefix: str, path: str) -> bool:
 
 
 def _axis(axis: Any) -> OneAxis:
+    """One axis of `outputs=`, in its own type; raises `InvalidOptionError` for what is none."""
     if axis is None:
         return None
     if isinstance(axis, str):
@@ -368,6 +373,7 @@ def check_containers(outputs: Any) -> None:
 
 
 def _attributes(owner: Any) -> set[int]:
+    """The ids of the tensors that an object has as attributes."""
     attributes = getattr(owner, "__dict__", {}).values()
     return {id(each) for each in attributes if isinstance(each, torch.Tensor)}
 

@@ -17,6 +17,7 @@ from graphrt.core.base.option_values import refused
 from graphrt.core.batch.descriptor import Axis
 
 _MOST_BLOCKS = 1 << 16
+"""The most pieces in front of a batch axis: each is a copy of its own at every step."""
 
 
 @public("graphrt")

@@ -15,6 +15,7 @@ from graphrt.core.plan.sizes import CaptureKey
 from graphrt.core.plan.traffic import by_worth
 
 RESOURCES = ("streams", "graphs", "device_bytes", "capture_s")
+"""The fields of `GraphCost` and, as limits, of `Budget`."""
 
 
 @public("graphrt")
@@ -144,9 +145,11 @@ def budget_lines(budget: Budget, captured: Captured, left_out: Sequence[LeftOut]
 
 
 BUDGET_RULE = "budget"
+"""The rule of the steps that a budget adds to the resolution of the mode."""
 Worth = Callable[[Iterable[int]], Iterable[int]]
 """Sizes of one kind, the most valuable first: see `by_worth`."""
 Costs = dict[CaptureKey, GraphCost]
+"""What each planned graph takes."""
 
 
 def fit(

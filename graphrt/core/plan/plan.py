@@ -65,6 +65,7 @@ def _budget(value: Budget) -> Budget:
 
 
 def _cases(name: str, example: str, check: Callable[[Any], Any], value: Any) -> tuple[Any, ...]:
+    """The items of an argument, each of which is captured by itself, checked one by one."""
     return tuple(map(check, items_of(name, value, example, empty=f"leave {name} out")))
 
 
@@ -179,6 +180,7 @@ class Plan:
         cap = self.platform.default_max_size()
         self.sizes = sizes.capture_sizes(**self.arguments, cap=cap)
         sizes.check_decode(resolved.mode, self.sizes)
+        # The sizes of full decode batches: a host that is busy runs these most.
         fulls = [self.sizes.max_num_reqs * query_len for query_len in self.sizes.decode]
         self._worth = partial(by_worth, traffic=self.arguments["traffic"], landmarks=fulls)
         keys = sizes.descriptors_for(resolved.mode, self.sizes, **self.arguments)

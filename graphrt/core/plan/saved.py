@@ -31,7 +31,8 @@ FORMAT = 4
 """The version of the file; another one is refused."""
 
 _MOST_BYTES = 1 << 26
-"""The most that is read of a file, which is more than the largest plan takes."""
+"""The most that is read of a file: more than the largest plan takes, and less than would fill the
+memory if the path is of something else."""
 
 
 def plain_arguments(arguments: Any) -> dict[str, Any]:

@@ -15,11 +15,15 @@ from graphrt.core.batch.modes import GraphMode, Mode
 from graphrt.core.plan.traffic import Traffic, fitted_sizes
 
 CaptureKey = tuple[GraphMode, BatchDescriptor]
+"""Names one planned graph: the runtime mode that it is captured in, and its descriptor."""
 
 _WIDTH = 100
+"""Characters of a printed line."""
 _CAP = 512
+"""The largest size by default where no platform says one, as `Platform.default_max_size`."""
 _MOST_GRAPHS = 1 << 17
-"""The most that a plan may have, over sizes, query lengths, numbers of LoRAs, bounds, variants."""
+"""The most that a plan may have, over sizes, query lengths, numbers of LoRAs, bounds, variants. It
+is far more than anybody captures: listing the graphs of a mistake would take minutes."""
 
 
 @public("graphrt.types")
@@ -135,6 +139,8 @@ def capture_sizes(
 def _largest_batch(
     reqs: int | None, tokens: int | None, sizes: Sequence[int] | None
 ) -> tuple[int, int]:
+    """The requests and tokens of the largest batch, each as given or as it follows from the rest.
+    Raises `InvalidOptionError` if nothing is given."""
     if tokens is None:
         tokens = reqs if sizes is None else max(sizes)
     if tokens is None:
@@ -208,6 +214,7 @@ def _steps(limit: int) -> list[int]:
 
 
 def _up_to(limit: int, sizes: Iterable[int]) -> tuple[int, ...]:
+    """The sizes that are not larger than `limit`, ascending, each once."""
     return tuple(sorted({size for size in sizes if size <= limit}))
 
 
@@ -248,6 +255,7 @@ def _refuse_many(graphs: int) -> None:
 
 
 def _cut(sizes: tuple[int, ...], max_size: int | None) -> tuple[int, ...]:
+    """A host's own sizes up to `max_size`; raises `InvalidOptionError` if none is left."""
     if max_size is None:
         return sizes
     kept = tuple(size for size in sizes if size <= max_size)

@@ -29,6 +29,7 @@ def by_worth(
     before the others.
     """
     kept = sorted(set(sizes))
+    # The sizes that come first, in their order.
     fixed = dict.fromkeys(kept[-1:])
     shares: list[Share] = [_even]
     if traffic is None:
@@ -69,6 +70,8 @@ def check_traffic(traffic: Traffic) -> dict[int, float]:
 def _by_savings(kept: list[int], fixed: Collection[int], shares: list[Share]) -> list[int]:
     """`kept`, which ascends, without `fixed`, in the order in which to leave sizes out: each time
     the one that saves least among those that are left."""
+    # size -> the share of the steps up to it, by each of `shares`; the next larger and the next
+    # smaller size that is not left out yet.
     up_to = {size: tuple(share(size) for share in shares) for size in (0, *kept)}
     after = dict(itertools.pairwise((0, *kept)))
     before = {high: low for low, high in after.items()}
@@ -104,6 +107,7 @@ def _even(size: int) -> float:
 
 
 def _cumulative(traffic: Traffic) -> Share:
+    """The share of the steps of `traffic` up to each size."""
     sizes = sorted(traffic)
     sums = [0.0, *itertools.accumulate(float(traffic[size]) for size in sizes)]
     return lambda size: sums[bisect_right(sizes, size)]

@@ -57,8 +57,11 @@ class Recording(Protocol):
 
 
 active: ContextVar[Recording | None] = ContextVar("graphrt_capture", default=None)
+"""The capture under way in this thread, whether a segment is open or an eager part runs."""
 
 warming_up: ContextVar[bool] = ContextVar("graphrt_warm_up", default=False)
+"""Whether this thread runs a forward for a warm-up or a trial: runners and wrappers in it run
+eagerly."""
 
 counted: ContextVar[GraphWork | None] = ContextVar("graphrt_counted_work", default=None)
 """What the warm-up that runs in this thread has issued so far, where that is counted."""
@@ -118,6 +121,8 @@ _FROZEN_BY_NOBODY = 5000
 
 
 def _keep_still(undo: list[Callable[[], object]]) -> None:
+    """Turn collections off and freeze what is garbage; `undo` gets what ends that."""
+    # `int`, as there has to be a call: the host had collections off itself.
     undo.append(gc.enable if gc.isenabled() else int)
     gc.disable()
     # What the host froze itself must not be thawed with ours. To ask takes 80 ms where half a

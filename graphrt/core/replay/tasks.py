@@ -35,6 +35,8 @@ Updates = Mapping[str, HostValues]
 
 
 class _Marker:
+    """A value that `updates=` may have in place of a mapping; compared by identity."""
+
     def __init__(self, name: str) -> None:
         self._name = name
 
@@ -79,6 +81,7 @@ class HostArg:
     least: int | None = None
     most: int | None = None
     _axis: Axis | None = field(init=False, repr=False, compare=False)
+    """`axis`, parsed; None for a scalar."""
 
     def __post_init__(self) -> None:
         option_values.choice("zero", "repeat", "cumulative", "query_len")("pad", self.pad)
@@ -114,6 +117,7 @@ class HostArg:
             # A copy, so that a list that the host changes in place is seen as changed.
             return value if type(value) is int else copy.copy(value)
         values = _whole(key, value, axis.name)
+        # The graph has no number of requests: the list stays as long as it is.
         is_open = reqs is None and axis.name == "reqs"
         missing = 0 if is_open else axis.size(tokens, reqs or 0) - len(values)
         is_of_tokens = axis.counts == "tokens"
@@ -163,7 +167,7 @@ def _uneven(
     needed: int,
     live: Batch | None,
 ) -> tuple[str, str] | None:
-    """As `HostArg._fault`, of cumulative lengths."""
+    """What is wrong with cumulative lengths, and what is expected: see `HostArg._fault`."""
     lengths, left_over = [b - a for a, b in pairwise([0, *values])], tokens - values[-1]
     # No request of a graph has more.
     most = query_len or tokens
@@ -178,7 +182,8 @@ def _uneven(
 
 
 def _whole(key: str, value: Any, axis: str) -> list[int]:
-    """The values as ints."""
+    """The values of a host argument as ints; raises `InvalidUpdateError` for what is no list of
+    whole numbers on the host."""
     cause = None
     try:
         if isinstance(value, torch.Tensor):
@@ -290,6 +295,8 @@ class UpdatableTask:
         """
 
     def _values(self, context: ForwardContext | None, name: str) -> HostValues:
+        """The host values of task `name` in this step, checked and padded: from the updates, or in
+        a warm-up or capture from `at_capture`. Raises as `__call__` does."""
         descriptor = None if context is None else context.descriptor
         updates = None if context is None else context.updates
         if updates is None and context is not None and context.capture is not None:
@@ -357,7 +364,8 @@ class UpdatableTask:
 @public("graphrt.lowlevel")
 @dataclass(eq=False, repr=False)
 class CapturedTask:
-    """One task of a captured segment: its handle, its values, and how to issue it again.
+    """One task of a captured segment: its `handle` is what the platform's bracket returned, its
+    `values` are those of the last replay, and `issue` issues it again.
 
     It is the `TaskUpdate` of every replay itself, as building one would cost more than the rest of
     a replay whose arguments did not change.

@@ -46,7 +46,7 @@ Progress = Callable[[int, int, BatchDescriptor], None]
 """Told how many graphs are done, of how many, and which one comes next (at the end: the last)."""
 
 _WIDTH = 24
-"""The width of a bar, in characters."""
+"""The characters of a progress bar: with the text behind it a line fits into a terminal."""
 
 
 @public("graphrt.types")
@@ -54,7 +54,7 @@ _WIDTH = 24
 class CaptureProgress:
     """The result of one `capture_next()`.
 
-    `captured` is what was captured in this call, `left` how many graphs are still to be tried.
+    `captured` is what was captured in this call, `left` how many graphs further calls would try.
     """
 
     captured: tuple[graph_table.GraphRecord, ...]
@@ -115,10 +115,11 @@ def capture_next(executor: StepExecutor) -> CaptureProgress:
     graphs = executor.graphs
     before, keys = len(graphs.records), graphs.missing(left=True)[:1]
     _agree_on(graphs, keys)
-    # Where no graph is planned compiled modules still have to compile, and are sealed.
+    # A plan without graphs has no keys, and its compiled modules still have to compile, once.
     if keys or not (graphs.setup.plan.keys or graphs.sealing.closed):
         CaptureSession(graphs).run(keys, more=bool(keys))
     captured, left = tuple(graphs.records[before:]), graphs.missing(left=True)
+    # At the last graph, or if nothing is sealed yet: a further call neither warns nor tries again.
     if not left and (captured or not graphs.sealing.closed):
         graphs.checks.captured(graphs.dispatcher.published)
         _finish(executor)
@@ -231,8 +232,8 @@ class CaptureSession:
             has_parts=has_parts,
         )
         self._streams = StreamLedger(platform, setup.options.breaks)
-        # Only PIECEWISE captures ask what eager parts have made. To watch for that takes longer
-        # than a small operator does.
+        # Notes which tensors eager parts have made. Only PIECEWISE captures ask for it; to watch an
+        # operator takes longer than a small operator does.
         self._doors = SideDoors() if has_parts else None
 
         # The query length, where all graphs have the same one.
@@ -248,8 +249,8 @@ class CaptureSession:
         *,
         more: bool = False,
     ) -> None:
-        """Capture and publish the graphs of `keys` in their order; whether `more` are to come in
-        other sessions."""
+        """Capture and publish the graphs of `keys` in their order. `more` says that other sessions
+        will capture graphs too: none of these is then taken for the largest or smallest."""
         setup, graphs = self._setup, self._graphs
         graphs.destroy_leftovers()
         if graphs.records:
@@ -258,7 +259,8 @@ class CaptureSession:
             changed = graphs.checks.glances.changed_settings()
             if changed:
                 raise changed
-            # The end of the session takes the Python state of then for that of older graphs too.
+            # At its end the session notes the Python state as that of all graphs. Without this look
+            # a change by the host since the older captures would never be found.
             graphs.checks.look_at_host()
         for module in setup.compiled:
             module.rebind_weights()
@@ -269,7 +271,7 @@ class CaptureSession:
             return
         undo.later(setup.inputs.reset)
         undo.later(setup.pool.streams.follow)
-        # Random numbers of the host go on where they were; those of a device do not.
+        # Random numbers of the CPU go on where they were; those of a device do not.
         undo.later(partial(torch.set_rng_state, torch.get_rng_state()))
         with setup.host.around_capture():
             # Warm-ups write what the steps before may be reading still, on whichever stream.
@@ -289,7 +291,7 @@ class CaptureSession:
     ) -> None:
         """Capture the graphs. After a failure those before it serve, unless their outputs' axes
         stay unknown."""
-        # After an error these are left out of `capture_next()`, and no others.
+        # After an error `capture_next()` leaves these out, and tries those behind them.
         tried: list[CaptureKey] = []
         try:
             for key in keys:
@@ -309,6 +311,7 @@ class CaptureSession:
             raise
 
     def _capture_or_drop(self, graph: graph_table.PreparedStep) -> None:
+        """Capture a graph, or note it as dropped if the device has no room for it."""
         try:
             self._capture_one(graph)
         except errors.ResourceExhaustedError as error:
@@ -334,13 +337,15 @@ class CaptureSession:
         pool, transaction = self._setup.pool, graph.transaction
         started, before = time.perf_counter(), pool.bytes()
         if self._setup.owns_pool and not self._graphs.records:
+            # After a release the pool holds memory still: it counts for the first graph.
             before = 0
         self._streams.check(graph)
         began, work = time.perf_counter(), self._warm_up(graph)
         warm_up_s = time.perf_counter() - began
         is_cold = not self._setup.options.warmups
+        # Without a warm-up it is unknown whether the forward reads memory of the host.
         transaction.lifts_constants |= is_cold or self._graphs.reads.are_on_host()
-        # Without checks no generator of the forward's own is noted.
+        # Only watched warm-ups note the forward's own generators. Without one it may draw.
         is_noted = not is_cold and self._graphs.reads.watched
         generators = self._state.snapshot.generators
         transaction.may_draw = not is_noted or generators.have_drawn(generators.take())
@@ -440,6 +445,7 @@ class CaptureSession:
         undo.later(context.leave)
 
         def calls() -> Callable[[], Any]:
+            # New for each run: the run before may have reshaped its arguments.
             call = partial(graph.call, **graph.arguments(fresh=True))
             return call if count is None else partial(count.run, call)
 
@@ -488,23 +494,27 @@ def _growth(before: int | None, after: int | None) -> int | None:
 
 
 class StreamLedger:
-    """Refuses graphs that the device has too few free streams for. How many a graph of each mode
-    and kind takes is counted in the warm-up, then measured around the last capture. Where the
-    device does not tell, nothing is refused.
+    """Refuses graphs that the device has too few free streams for: a capture that runs out of
+    streams in its middle may cost the process (see the platform).
 
-    A capture that runs out of streams in its middle may cost the process: see the platform.
+    Around each graph: `check`, its warm-up under `counter`, `check` with the work of that, the
+    capture, then `took`, or `failed` if streams ran out. The first graph of a mode and kind needs
+    what its warm-up shows, further ones what the last one took. Where the device does not tell its
+    streams, nothing is refused.
     """
 
     def __init__(self, platform: Platform, breaks: tuple[str, ...] = ()) -> None:
         self._platform = platform
         self._breaks = frozenset(breaks)
-        # Their reserve stays that of the session's beginning: the platform's shrinks with the free
-        # streams.
+        # The room before this graph, and before the session; None where the device does not tell.
+        # The reserve is always the first one's: the platform's shrinks with the free streams.
         self._before = self._first = platform.stream_room()
+        # (mode, kind) -> the streams that the last such graph took.
         self._needs: dict[Hashable, int] = {}
 
     def counter(self, graph: graph_table.PreparedStep) -> WorkCount | None:
-        """Counts the work of a warm-up of this graph; None where the device tells no streams."""
+        """A mode that counts the work of this graph's warm-up; None where the device does not tell
+        its streams."""
         if self._first is None:
             return None
         count = WorkCount(self._platform.stream_id_reader(), self._breaks)
@@ -512,10 +522,9 @@ class StreamLedger:
         return count
 
     def check(self, graph: graph_table.PreparedStep, work: GraphWork | None = None) -> None:
-        """Before a graph, and after its warm-up, which issued this `work`; without it nothing is
-        known of the first graph of a kind.
-
-        Raises `StreamBudgetError` if the graph will take more streams than it may.
+        """Note the free streams, and raise `StreamBudgetError` if the graph will take more than it
+        may. Called before the graph, when the needs of the first one of a kind are unknown; and
+        after its warm-up, with the `work` which that issued.
         """
         room = self._before = self._room()
         needed = self._needs.get((graph.mode, graph.descriptor.kind))
@@ -526,7 +535,7 @@ class StreamLedger:
 
     def took(self, graph: graph_table.PreparedStep) -> int | None:
         """Note how many streams a graph took since `check`, and return that; raises
-        `StreamBudgetError` if some of those are gone that must stay free."""
+        `StreamBudgetError` if fewer are free now than the reserve."""
         before, after = self._before, self._room()
         if before is None or after is None:
             return None
@@ -538,9 +547,11 @@ class StreamLedger:
     def failed(self, graph: graph_table.PreparedStep) -> None:
         """Note that a graph ran out of streams after its capture had begun."""
         if self._before is not None:
+            # More than there were: further graphs of its kind are refused before their capture.
             self._needs[graph.mode, graph.descriptor.kind] = self._before.usable + 1
 
     def _room(self) -> StreamRoom | None:
+        """The free streams now, with the reserve of the session's beginning."""
         if self._first is None:
             return None
         room = self._platform.stream_room()

@@ -29,12 +29,14 @@ FORMAT = 2
 """The version of `to_dict()`: it grows when a key is removed or means something else. New keys may
 come at any time."""
 
+# The attributes of a report that `to_dict()` copies as they are.
 _FIGURES = (
     *("device", "capture_s", "pool_bytes", "driver_bytes"),
     *("live_tokens", "padded_tokens", "padding", "staging_waits"),
 )
 _MOST_ROWS = 24
-"""The most graphs with a row in the table: those that served the most steps."""
+"""The most graphs with a row in the printed table, so that it fits on a screen: those that served
+the most steps."""
 
 
 @public("graphrt.types")
@@ -183,8 +185,8 @@ def report_of(graphs: GraphTable, live_tokens: int, *, quick: bool = False) -> R
     setup, dispatcher = graphs.setup, graphs.dispatcher
     reasons = Counter(dispatcher.counts())
     for owner in graphs.owners():
-        # 0, as the dispatcher has counted the steps in which a wrapper misses its graph: once a
-        # step, and not once for each piece.
+        # MISSING_GRAPH is left to the dispatcher, which counts it once a step: wrappers count it
+        # once for each piece.
         reasons.update({**owner.eager_calls, Reason.MISSING_GRAPH: 0})
     trials = tuple(replace(record) for record in graphs.checks.records.values())
     trust = TrustReport(trials=trials, mixes_rows=setup.host.mixes_rows)
@@ -245,7 +247,7 @@ def _graph(
 
 
 def _plain_trust(trust: TrustReport) -> dict[str, Any]:
-    """As plain data, without the trials, which are with their graphs."""
+    """The findings on trust as plain data, without the trials: each stands in its graph's row."""
     unknown = trust.unknown
     return {
         "only_graphs_bytes": trust.only_graphs_bytes,
@@ -278,7 +280,7 @@ def _named(mode: GraphMode, descriptor: BatchDescriptor) -> dict[str, Any]:
 
 
 def report_lines(figures: Mapping[str, Any], between: Iterable[str] = ()) -> Iterator[str]:
-    """Plain data as text: a line for all, those `between`, a row for each graph, totals."""
+    """`to_dict()` as lines of text: a title, the lines `between`, a table of graphs, totals."""
     graphs = figures["graphs"]
     title = (
         f"{figures['mode']} on {figures['device'] or 'no device'}, {counted(len(graphs), 'graph')}"

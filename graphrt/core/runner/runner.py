@@ -92,7 +92,8 @@ class GraphRunner(Uncopied, Generic[R]):
         self.graphs = GraphTable(setup)
         self._executor = StepExecutor(self.graphs)
         self._engine = StepEngine(self._executor)
-        # Observers wrap it (graphrt/observe/tap.py): a step that nobody observes pays nothing.
+        # What `__call__` calls for a step. Observers wrap it (graphrt/observe/tap.py): a step that
+        # nobody observes pays nothing.
         self._run: Callable[..., R] = self._engine.entrance()
         if setup.host.ranks is not None:
             self._run = setup.host.ranks.entrance(self.graphs, self._run)
@@ -166,7 +167,8 @@ class GraphRunner(Uncopied, Generic[R]):
         updates: Any = None,
         metadata: Any = None,
     ) -> Any:
-        """The forward, run eagerly on exactly the inputs that the graph of `found` would read."""
+        """Run the forward eagerly on exactly the inputs that the graph of the dispatch `found`
+        would read; returns the live rows of its outputs."""
         refuse_inside_capture("run_padded_eagerly()")
         check_kind(
             "found", found, Dispatch, optional=False, example="runner.dispatcher.dispatch(batch)"
@@ -293,6 +295,7 @@ class GraphRunner(Uncopied, Generic[R]):
             return in_turn(self.pool, self.graphs.setup.owner, call)
 
     def _close(self) -> None:
+        """Destroy the graphs, and mark their table as closed; in a turn of the pool."""
         self.graphs.release()
         self.graphs.closed = True
 

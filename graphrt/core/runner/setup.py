@@ -28,8 +28,9 @@ from graphrt.core.runner.host import Host
 
 
 class RunnerSetup:
-    """The forward of one runner, its plan, its host, its buffers and its pool: all that it was made
-    with, checked, every default resolved. It never changes."""
+    """All that one runner was made with, checked, every default resolved: its forward, plan, host,
+    buffers, pool and wrappers. Made first by a runner, and never changed: graphs come and go in the
+    `GraphTable`."""
 
     def __init__(
         self,
@@ -81,9 +82,11 @@ class RunnerSetup:
         )
         check_forward(forward, inputs)
         self.outputs = OutputLayout(outputs)
+        # What eager runs call: `forward` without gradients. Wrappers call `forward` itself.
         self.run_forward = EagerForward(forward)
         # `GraphPool.owner` in a step or a change of graphs, as errors call it: see `in_turn`.
         self.owner = "a step, or a capture, of a runner"
+        # mode -> the wrapper of whole steps; none where compiled modules capture their own pieces.
         self.wrappers = self._wrappers()
 
     @property
@@ -137,8 +140,8 @@ def _pool_for(
     platform: Platform | str | None,
     device: torch.device | str | None,
 ) -> tuple[GraphPool, torch.device, bool]:
-    """The pool of a runner with these modules, theirs if none was given; the device of its buffers;
-    and whether the pool is the runner's own.
+    """Returns the pool of a runner (the one given, else that of its compiled `modules`, else a new
+    one); the device of its buffers; and whether the pool is the runner's own.
 
     Raises `InvalidOptionError` for modules that capture in another pool, for a pool of another
     platform or device, and for a device that does not exist.
@@ -194,6 +197,7 @@ class EagerForward:
     def __init__(self, forward: Callable[..., Any]) -> None:
         self.follows = False
         self._forward = forward
+        # (gradients, inference mode) that the forward is told inside of `where`; else None.
         self._asked: tuple[bool, bool] | None = None
 
     def __call__(self, **arguments: Any) -> Any:

@@ -68,7 +68,7 @@ def run_trial(
 
 def run_verified(executor: StepExecutor, step: Step) -> Verdict:
     """Try one step of a graph, whatever the level of checks is."""
-    # What changes from here on is the forward's own doing.
+    # Note the host's changes now: after the trial all changes count as the forward's own.
     executor.graphs.checks.look_at_host()
     return _try(StepRuns(executor, step))
 
@@ -128,7 +128,7 @@ def _try(runs: StepRuns, undo: Undo, *, undone: bool = False) -> Verdict:
     trial = Trial(runs, graph, warm, setup.pool.platform, setup.options)
     for span in graphs.spans:
         undo.enter(span("trial", f"{dispatch.mode.name} [{dispatch.descriptor}]"))
-    # With the settings that captures have.
+    # Captures ran under these settings: under others eager runs would differ from the replay.
     set_for_capture(undo)
     verdict = trial.run(undone=undone)
     setup.run_forward.follows |= verdict.asks
@@ -148,7 +148,10 @@ def _note(runs: StepRuns, verdict: Verdict, differing: Differing | None) -> None
 
 
 class StepRuns(TriedStep):
-    """The runs of a trial: one step that a graph serves, run again and again."""
+    """The runs of a runner's trial: one step that a graph serves, run again and again.
+
+    `step` is the step with cloned inputs, `executor` runs it. `TriedStep` has the other fields.
+    """
 
     def __init__(self, executor: StepExecutor, step: Step) -> None:
         graphs, inputs = executor.graphs, executor.inputs
@@ -158,7 +161,7 @@ class StepRuns(TriedStep):
         self.step = self._eager_step = step._replace(values=tree.cloned(flat))
         at_bound = graphs.setup.host.metadata
         if at_bound is not None:
-            # A graph that reads metadata has that of its capture, at its bound.
+            # The graph has baked in the metadata of its capture: eager runs are given the same.
             self.has_metadata = True
             self._eager_step = self.step._replace(metadata=at_bound(step.dispatch.descriptor))
         prepared = graphs.steps[step.dispatch.slot]
@@ -190,7 +193,7 @@ class StepRuns(TriedStep):
 
     def with_gradients(self, watch: Watch, inference: bool) -> Any:
         forward = self.executor.graphs.setup.run_forward
-        return forward.where(True, inference, partial(self.eager, watch))
+        return forward.where(gradients=True, inference=inference, run=partial(self.eager, watch))
 
     def replay(self) -> Any:
         return tree.cloned(self.executor.run_padded(self.step))
@@ -221,6 +224,7 @@ class _TriedParts(guards.SideDoors):
 
     def __init__(self, watch: Watch) -> None:
         super().__init__()
+        # Told what each part is given; None if the run is compared with no other.
         self._watch = watch if watch.is_compared else None
 
     def watched(self, function: Any, args: Any, kwargs: Any, guard: Any = None) -> Any:
@@ -245,8 +249,9 @@ class _TriedParts(guards.SideDoors):
 
 @public("graphrt")
 class WrapperTrials:
-    """The checks of one wrapper: `GraphWrapper(..., trials=WrapperTrials())`. The level is that of
-    the wrapper's options; `strict` ones raise in place of warning.
+    """Checks the graphs of one wrapper while its host steps: `GraphWrapper(...,
+    trials=WrapperTrials())`. The level is that of the wrapper's options; with `strict` a failure is
+    raised, else warned of.
 
     - Each kind's first call is a trial, and each graph's next call after a change of the host.
       Quarantine (`MISSING_GRAPH`) lasts until `clear_graphs()`.
@@ -261,8 +266,9 @@ class WrapperTrials:
     """
 
     def __init__(self) -> None:
+        # None until the first capture, which tells the platform and the options.
         self._checks: Checks | None = None
-        # The number of each graph among the checks.
+        # descriptor of a graph -> the slot by which the checks know it; a new one for each capture.
         self._slots: dict[BatchDescriptor, int] = {}
         self._numbers = count()
         # slot of a graph that was tried -> an eager run that its replay was equal to.
@@ -282,7 +288,8 @@ class WrapperTrials:
         self._checks.look_at_host()
 
     def captured(self, wrapper: GraphWrapper, descriptor: BatchDescriptor) -> None:
-        """A graph was captured; what has changed meanwhile its runnable has changed itself."""
+        """Note a captured graph. What has changed in Python since `before_capture` counts as the
+        runnable's own doing."""
         checks = self._checks
         # Without checks nothing is read.
         if checks is None or not checks.on:
@@ -317,7 +324,8 @@ class WrapperTrials:
         # A step that waits for its updates has the pool until these come.
         if context.updates is DEFERRED:
             return True
-        # Any other number asks for a trial of padding, which is the host's here.
+        # -1: the next call is to be tried, or compared. Any other value is for trials of padded
+        # steps, and here the host pads.
         if checks.pending.get(slot) != -1 and next(checks.glances.looks):
             return True
         dispatch = Dispatch(wrapper.runtime_mode, entry.descriptor, Reason.HIT, slot)
@@ -334,6 +342,7 @@ class WrapperTrials:
 
     @undoing
     def _try(self, undo: Undo, step: WrapperStep, dispatch: Dispatch) -> None:
+        """Make the trial of a call, and note its verdict; with `strict` raises the failure."""
         checks, wrapper, slot = self._checks, step.wrapper, dispatch.slot
         assert checks is not None
         undo.later(step.put_back)
@@ -350,11 +359,13 @@ class WrapperTrials:
         checks.tried(slot, verdict, None)
         if step.watch is not None and verdict.failure is None:
             tokens = dispatch.descriptor.num_tokens
-            self._warm.setdefault(slot, WarmedUp(tokens, step.watch.trace, False, {}))
+            warm = WarmedUp(tokens, step.watch.trace, writes=False, captured={})
+            self._warm.setdefault(slot, warm)
 
 
 class WrapperStep(TriedStep):
-    """The runs of a trial: one call of a wrapper, again and again."""
+    """The runs of a wrapper's trial: one call of it, again and again, each on the arguments as they
+    were. `watch` is that of the first eager run; None before it."""
 
     def __init__(
         self, wrapper: GraphWrapper, entry: Entry, context: ForwardContext, args: Any, kwargs: Any
@@ -362,7 +373,8 @@ class WrapperStep(TriedStep):
         self.wrapper, self.entry, self.forward = wrapper, entry, wrapper.runnable
         self.watch: Watch | None = None
         self._context, self._args, self._kwargs = context, args, kwargs
-        # Saved, as arguments may be in the pool, where a replay overwrites them with its results.
+        # (view of an argument, its values): an argument may be in the pool, where a replay writes
+        # its results over it.
         views = unseen(lambda: [*map(_writable, tree.tensors(args, kwargs))])
         self._before = [(view, view.clone()) for view in views]
 

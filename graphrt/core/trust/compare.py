@@ -29,6 +29,7 @@ tokens."""
 
 
 _MOST_TOLD = 8
+"""How many names a text lists; of more it tells their number."""
 
 
 def listed(names: Sequence[object]) -> str:
@@ -77,6 +78,7 @@ def rounding_of(
 
 
 def _of_leaf(path: str, ours: Any, theirs: Any, rounded: bool) -> Difference | None:
+    """`difference` of two leaves, both at `path`."""
     at = f" at {path}" if path else ""
     if not isinstance(ours, torch.Tensor) or not isinstance(theirs, torch.Tensor):
         # NaN is itself, though not equal to itself.
@@ -94,6 +96,7 @@ def _of_leaf(path: str, ours: Any, theirs: Any, rounded: bool) -> Difference | N
 
 
 def _of_values(ours: torch.Tensor, theirs: torch.Tensor, at: str, rounded: bool) -> Difference:
+    """The difference of two tensors of one dtype and shape whose bits differ."""
     wide_dtype = torch.complex128 if ours.is_complex() else torch.float64
     a, b = ours.detach().to(wide_dtype), theirs.detach().to(wide_dtype)
     distances = (a - b).abs()

@@ -38,7 +38,8 @@ from graphrt.core.trust.watching.writes import SavedWrites, too_large
 
 
 class Left(NamedTuple):
-    """The state that a run has left."""
+    """The state that a run has left: what `take` of `SavedWrites`, `PythonState` and `Generators`
+    returned."""
 
     memory: list[torch.Tensor]
     python: list[Any]
@@ -103,7 +104,9 @@ class Generators:
     NumPy's, and those that `note` was given before their first use."""
 
     def __init__(self, device_type: str) -> None:
+        # For each generator: what reads its state, what sets it, and its state at the beginning.
         self._saved: list[tuple[Callable[[], Any], Callable[[Any], object], Any]] = []
+        # The forward's own generators among them.
         self._noted: list[Any] = []
         self._save(torch.get_rng_state, torch.set_rng_state)
         if device_type != "cpu":
@@ -166,9 +169,13 @@ Changes = Mapping[str, tuple[Any, Any]]
 """path -> (before, after), or (of one run, of another)."""
 
 _MOST_ITEMS = 4096
+"""Contents of a longer container are not saved: each `take` copies all of them."""
 _MOST_ARRAY_BYTES = 1 << 20
+"""A larger array is not saved around runs."""
 _MOST_BAKED_BYTES = 1 << 16
+"""A larger array is not compared between steps, which happens more often."""
 _DEEPEST = 8
+"""Levels of containers and objects that are compared; what is deeper counts as equal."""
 _MANY = 100_003
 """How many runs ahead `much_later` looks: a list that grows in each is long by then."""
 _ROUNDED = 1e-2
@@ -218,6 +225,7 @@ class PythonState:
                 content.append(Place(place, "", slots.ARRAY, array))
         memory = [] if baked else outside_modes(partial(_memory_places, places))
         self.slots = (*objects, *places.numbers, *content, *memory)
+        # For each slot a call that returns its value.
         self._getters = slots.getters(self.slots[: len(self.slots) - len(memory)])
         self._getters += [partial(torch.Tensor.data_ptr, slot.holder) for slot in memory]
         self.numbers: Sequence[Place] = places.numbers

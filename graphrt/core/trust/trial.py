@@ -140,6 +140,8 @@ class Trial:
         self._verdict = verdicts.Verdict()
         # The first operator that the capture has and eager runs do not, as text; "" without one.
         self._another_way = ""
+        # `_judge` adds `_eager`, its first run, and `_rounding`: how far results of other kernels
+        # may differ, over the root mean square.
 
     @undoing
     def run(self, undo: Undo, *, undone: bool = False) -> verdicts.Verdict:
@@ -178,6 +180,7 @@ class Trial:
         if moved or numbers:
             self._judge_moved({} if rebound else moved, numbers)
         last_watch = self._watch()
+        # The step that the host asked for: its effects stay.
         again = Run(step.eager(last_watch), state.take(), last_watch)
         verdict.outputs = again.outputs
         self._judge_constants(first_watch, last_watch)
@@ -186,6 +189,7 @@ class Trial:
         self._note_another_way(first_watch)
         spread = difference(again.outputs, eager.outputs)
         self._rounding = max(self._rounding, 1e-6)
+        # Ranks that try together all make this run: on some of them the two runs may be equal.
         if self._has_parts and (spread is not None or step.together):
             self._look_for_clocks(again, spread)
         self._judge_replay("", "differ", spread, again.outputs, replayed.outputs)
@@ -216,6 +220,7 @@ class Trial:
     # Runs ----------------------------------------------------------------------------------------
 
     def _watch(self, *, compared: bool = False, **options: Any) -> Watch:
+        """A watch for one run of the step, which saves what the run is about to write."""
         memory, generators = self._state.memory, self._state.generators
         options |= {"compared": compared, "reads_arrays": self.platform.device_type == "cpu"}
         return Watch(self.step.inputs, memory, generators=generators, **options)
@@ -594,7 +599,7 @@ def _memory(*runs: Run) -> list[list[torch.Tensor]]:
 
 
 def _is_rounded(ours: Any, theirs: Any, rounding: float) -> bool:
-    """Whether two numbers are floats that differ by such a `rounding` at most."""
+    """Whether two numbers are floats that differ by `rounding` times the larger one at most."""
     return isinstance(ours, float) and abs(ours - theirs) <= rounding * max(abs(ours), abs(theirs))
 
 

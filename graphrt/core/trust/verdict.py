@@ -20,9 +20,11 @@ class TrialRecord:
     mode: GraphMode
     descriptor: BatchDescriptor
     status: Literal["untried", "tried", "quarantined"] = "untried"
+    """"quarantined": its batches run eagerly, and `failure` says why."""
     steps: int = 0
     """How many steps were tried."""
     deterministic: bool = True
+    """Whether two eager runs of a step were always equal."""
     failure: str | None = None
     notes: tuple[str, ...] = ()
 
@@ -47,7 +49,9 @@ class Verdict:
     outputs: Any = None
     """Of the eager run whose effects remain."""
     failure: errors.GraphRTError | None = None
+    """The first failure that was found; None if the graph stands for its forward."""
     deterministic: bool = True
+    """Whether two eager runs were equal."""
     asks: bool = False
     """Whether the forward does something else where gradients or inference mode are on or off."""
     varying: frozenset[int] | None = None

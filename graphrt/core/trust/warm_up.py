@@ -62,13 +62,15 @@ class WatchedState:
     """Inputs that the last run wrote, by address, if it was watched."""
 
     def __post_init__(self) -> None:
-        # What the last run under a `WriteWatch` wrote: the capture of its size writes that too.
+        # What the last run under a `WriteWatch` wrote, with the values before it. It is kept until
+        # the next run: the capture of that size writes the same memory.
         self._writes_of_size = SavedWrites(self.snapshot.memory.limit)
-        # None until a run is watched.
+        # Which Python slots the runs of this session change; None until a run is watched.
         self._moves: _Moves | None = None
         # The kinds of which this session has watched a run.
         self._kinds: set[Hashable] = set()
-        # Keys of the memory that second runs write too.
+        # Keys of the memory that a kind's second watched run wrote too: every run writes it, so it
+        # is no table that the first run fills.
         self._steady: set[int] = set()
 
     @undoing
@@ -108,6 +110,7 @@ class WatchedState:
         return self._watch(moves, kind, tokens, run)
 
     def _begin(self) -> _Moves:
+        """Before the session's first watched run: save what the forward reaches."""
         places = self.reads.walk()
         self.snapshot.reach(places)
         note_operators()
@@ -120,6 +123,8 @@ class WatchedState:
     def _watch(
         self, moves: _Moves, kind: Hashable, tokens: int, run: Callable[[], tuple[Watch, T]]
     ) -> T:
+        """Make watched runs, `run`: one, and more if it makes or writes memory. Notes what they
+        read and write; returns the result of the last."""
         self._kinds.add(kind)
         reads, memory = self.reads, self.snapshot.memory
         watch, result = run()
@@ -152,10 +157,11 @@ class WatchedState:
                 )
             self._steady |= again.written().keys()
         reads.note(watch)
-        largest = self.warmed_up.get(kind, WarmedUp(0, watch.trace, False, {}))
+        none = WarmedUp(0, watch.trace, writes=False, captured={})
+        largest = self.warmed_up.get(kind, none)
         # A later session may watch a smaller size than an earlier one.
         if largest.tokens <= tokens:
-            largest = WarmedUp(tokens, watch.trace, largest.writes, {})
+            largest = WarmedUp(tokens, watch.trace, largest.writes, captured={})
         if kind is not None:
             writes = largest.writes or bool(watch.written())
             self.warmed_up[kind] = largest._replace(writes=writes)
@@ -165,6 +171,7 @@ class WatchedState:
     def _run_watched(
         self, undo: Undo, moves: _Moves, inputs: frozenset[int], calls: Calls[T]
     ) -> tuple[Watch, T]:
+        """Make one run under a new watch; returns the watch and the run's result."""
         doors = side_doors.get()
         if self.has_parts and doors is not None:
             undo.set(side_doors, _NotedParts(doors, moves))
@@ -299,8 +306,11 @@ class _Moves:
     by them counts as two."""
 
     def __post_init__(self) -> None:
+        # index of a slot -> how many runs have changed it.
         self._counts = [0] * len(self.python.slots)
+        # The values before the run under way, or after the last one.
         self._last: Sequence[Any] = self.python.was
+        # `_last` and `_counts` as of before the last run, for `take_back`.
         self._before_run: tuple[Sequence[Any], list[int]] = self._last, self._counts
         # Paths of tensors in graph memory that the session left in Python.
         self._left_paths: list[str] = []

@@ -86,6 +86,7 @@ _KIND_OF_TYPE: dict[type, Kind] = {
     # In C++: such as quantized weights, packed for their operators.
     torch.ScriptObject: Kind.PACKED,
 }
+# Returns the `__dict__` that a `threading.local` has in this thread.
 _local_dict = threading.local.__getattribute__
 # The first base class in this list decides. For a type without one, `_kind_of_object` does.
 _KIND_OF_BASE: tuple[tuple[type, Kind], ...] = (
@@ -269,9 +270,13 @@ _MODULE_ATTRIBUTES = frozenset(vars(torch.nn.Module())) - {"training"}
 
 _default_torch_function: Any = torch.Tensor.__torch_function__
 _SHOWN_KEYS = {str, int}
+"""Types of keys that paths show; of other keys they show the type."""
 _LEAVES = (Kind.ARRAY, Kind.PACKED)
+"""Kinds that are listed and have no slots to read."""
 _CODE = (Kind.FUNCTION, Kind.CLASS, Kind.BOUND, Kind.DESCRIPTOR, Kind.CACHED)
+"""Kinds that lead to code, each one hop away from the code that names it: see `_MOST_HOPS`."""
 _MAY_BE_SKIPPED = (Kind.SKIPPED, Kind.CLASS, Kind.BOUND)
+"""Kinds of objects that `_is_skipped` is asked about."""
 _NO_OUTLINE = (types.FunctionType, threading.local)
 """Types left out of `Places.outline`: a function's class cannot change, and a `threading.local` has
 another dict in each thread."""
@@ -396,9 +401,12 @@ class Walk:
     def __init__(self, limit: int) -> None:
         self.places = Places()
         self._slots_left = limit
+        # How many calls away from the forward the object is that is read now.
         self._hops = 0
+        # Objects to read: each with its place, its shape and its hops.
         self._queue: collections.deque[tuple[Any, Place, Shape, int]] = collections.deque()
         self._shapes = self.places.shapes
+        # kind -> the list of `places` for slots that hold such objects; for others it is `slots`.
         self._lists = {
             Kind.TENSOR: self.places.tensors,
             Kind.ARRAY: self.places.arrays,
@@ -422,7 +430,7 @@ class Walk:
             value, place, shape, self._hops = queue.popleft()
             if shape.base in _RESIZABLE:
                 self.places.containers.append((place, value))
-            for _ in range(4):
+            for _ in range(4):  # tries; then the object is left out
                 try:
                     self.take(_READERS[shape.kind](self, value, place, shape))
                     break
@@ -516,6 +524,7 @@ class Walk:
         return contents + (self._attributes(value, place, shape) if shape.users else [])
 
     def _items(self, value: Any, place: Place, base: Any) -> Slots:
+        """The values of a dict."""
         items, way = list(islice(dict.items(value), max(self._slots_left, 0))), slots.ITEM
         # One key with a user's `__eq__` is enough: to look up any other may compare with it.
         if not all(hashes_plainly(key) for key, _ in items):
@@ -641,6 +650,7 @@ class Walk:
         return parts
 
     def _partial(self, value: Any, place: Place, shape: Shape) -> Slots:
+        """The function of a `partial`, its arguments, and its attributes."""
         parts: Slots = []
         for name in ("func", "args", "keywords"):
             parts += _fixed(place, [vars(functools.partial)[name].__get__(value)], f".{name}")
@@ -663,6 +673,7 @@ class Walk:
         return values
 
     def _method(self, place: Place, value: Any) -> None:
+        """Take a method of a class that code names."""
         self.places.code.append((place, value))
         self._take_named(Place(place.owner, place.label, FIXED, value), value)
 
@@ -685,6 +696,7 @@ class Walk:
 
 
 def _fixed(place: Place, values: Iterable[Any], label: str = "") -> Slots:
+    """Slots of the object at `place` that always hold these values."""
     return [(Place(place, label, FIXED, each), each) for each in values]
 
 

@@ -34,14 +34,16 @@ from graphrt.core.trust.watching.writes import SavedWrites
 
 T = TypeVar("T")
 
+# The function of an `Op`, and the storage key of a `tree.Placed`.
 _FUNC, _KEY = attrgetter("func"), itemgetter(1)
 
 
 @dataclass(slots=True, eq=False)
 class OwnMemory:
-    """Memory that a run made. While there is the weak reference, no other storage gets its key."""
+    """One storage that a run made."""
 
     ref: StorageWeakRef
+    """As long as this is there, torch gives the storage's key to no other storage."""
     from_inputs: bool = False
     """Whether its values were computed from the step's inputs."""
     is_written: bool = False
@@ -66,7 +68,8 @@ class Use(OwnMemory):
         self.dtype = tensor.dtype
         self.op = op
         self.source = source or user_source()
-        # Whether only eager parts have used it: they look it up again at every replay.
+        # Whether only eager parts have used it, none of which was given it as an argument: they
+        # look it up again at every replay.
         self.in_parts = in_eager_part.get() is not None
 
     def note(self, part: torch.Tensor, facts: OperatorFacts, *, fills: bool) -> None:
@@ -126,6 +129,7 @@ class Watch(ThreadMode):
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.trace = Trace()
+        # (all, live) rows of results whose sum is noted; None to note none.
         self._rows = rows
         # Writes to `inputs` memory, by the address of the tensor that was written.
         self.inputs_written: dict[int, Use] = {}
@@ -152,6 +156,7 @@ class Watch(ThreadMode):
         if targets:
             self._before_writes(op, facts, args, targets)
         from_inputs = False
+        # Keywords as (name, value): traces compare the names too.
         values = (*args, *kwargs.items())
         if is_data:
             op.arguments = (unseen(lambda: made_of_data(args[0])),)
@@ -178,6 +183,7 @@ class Watch(ThreadMode):
                 self._memory.setdefault(key, None)
 
     def _note_written(self, targets: list[torch.Tensor], from_inputs: bool) -> None:
+        """Note that an operator has written its `targets`, with values computed `from_inputs`."""
         for _, key, _ in tree.placed(targets, parts=True):
             memory = None if key is None else self._memory.get(key)
             if memory is not None:
@@ -325,8 +331,9 @@ def _sum_of_live(result: Any, rows: int, live: int) -> torch.Tensor | None:
 
 
 def _from_compiled_code() -> bool:
-    """Whether code that Inductor has written issued this operator."""
-    frame = sys._getframe(2)
+    """Whether code that Inductor has written issued this operator: such code calls operators
+    itself, so one of the innermost frames is its."""
+    frame = sys._getframe(2)  # of `handle`
     for _ in range(12):
         if "empty_strided_cpu" in frame.f_globals and "async_compile" in frame.f_globals:
             return True
@@ -339,6 +346,7 @@ def _from_compiled_code() -> bool:
 # Watches that see one thing each ------------------------------------------------------------------
 
 _COLLECTIVES = ("c10d", "_c10d_functional")
+"""The namespaces of operators by which ranks communicate."""
 
 
 class IssuedWatch(ThreadMode):
@@ -399,6 +407,7 @@ class WorkCount(ThreadMode):
 # What a run did, operator by operator, so that two runs can be compared ---------------------------
 
 _PLAIN = (int, bool, str, type(None), torch.dtype)
+"""Types of arguments that traces compare as they are; others they compare as text."""
 _SHORT = 64
 """A tensor of Python data with at most so many values is described by them, a larger one by a sum
 of its bytes."""
@@ -410,7 +419,9 @@ class Op:
     count. Operators of tasks have no arguments here, as each step updates them."""
 
     func: Any
+    """The overload that was called."""
     arguments: tuple[object, ...] = ()
+    """As `_described` gives them; of Python data a description of the values."""
     source: Source | None = field(default=None, compare=False)
     """The line that issued it; always known of Python data."""
     in_part: bool = field(default=False, compare=False)
@@ -431,6 +442,7 @@ class Operand(NamedTuple):
     address: int | None
     shape: tuple[int, ...]
     form: object
+    """The strides, or without an address the dtype."""
 
     def __str__(self) -> str:
         where = f"of {self.form}" if self.address is None else f"at {self.address:#x}"
@@ -492,6 +504,7 @@ class Trace(list[Op]):
             if ours.total is None or theirs.total is None:
                 continue
             a, b = ours.total.item(), theirs.total.item()
+            # Or only one of them is NaN, of which no comparison is true.
             if abs(a - b) > rounding * max(abs(a), abs(b)) or (a != a) != (b != b):
                 return at, str(ours)
         return None
@@ -582,6 +595,8 @@ def _without_addresses(value: Any) -> Any:
 
 
 def _words(ours: Any, theirs: Any) -> str:
+    """How an operator differs from the graph's: another operator, or its first other argument; one
+    that another size does not explain goes first."""
     if not isinstance(theirs, Op) or ours.func is not theirs.func:
         return f" where the graph has {theirs}"
     pairs = [*zip_longest(ours.arguments, theirs.arguments)]
@@ -592,6 +607,7 @@ def _words(ours: Any, theirs: Any) -> str:
 
 
 def _same_but_size(ours: Any, theirs: Any) -> bool:
+    """`same_but_for_size`, of two arguments."""
     if isinstance(ours, Operand) and isinstance(theirs, Operand):
         return ours.address == theirs.address
     if type(ours) is int:

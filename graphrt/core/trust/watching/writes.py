@@ -43,6 +43,8 @@ class _Region:
         """Which memory it is: a `Use`, or a description."""
         # While there is the weak reference, no other storage gets this one's key.
         self._ref = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        # An empty tensor of its dtype and device, and where it is in the storage: from these `_now`
+        # makes the tensor again.
         self._like = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         self._place = tensor.storage_offset(), tensor.size(), tensor.stride()
         self.was = self.read()
@@ -82,6 +84,7 @@ class _Region:
         return *[slice(None)] * self.rows.dim, ~padding
 
     def _now(self) -> torch.Tensor | None:
+        """The tensor over its memory; None once that is gone."""
         storage = storage_of(self._ref)
         return None if storage is None else torch.empty_like(self._like).set_(storage, *self._place)
 
@@ -97,13 +100,17 @@ class SavedWrites:
     def __init__(self, limit_bytes: int, *, sums: bool = True) -> None:
         """Without `sums` a tensor that is too large is not checked either."""
         self.bytes = 0
-        # Keys of storages of which rows were written, each with the operator's name.
+        """Bytes of all copies so far."""
+        # (key of a storage of which an operator wrote rows, the operator's name).
         self.row_writes: set[tuple[int, str]] = set()
         self._sums = sums
         self.limit = limit_bytes
+        # The copies, in the order of the writes.
         self._regions: list[_Region] = []
-        # Rows of each tensor that are saved already: every run of a forward writes the same ones.
+        # which tensor (storage, offset, dtype, shape, strides) -> the indices of its rows that are
+        # saved already: every run of a forward writes the same ones.
         self._saved: dict[tuple[object, ...], list[Index]] = {}
+        # A `protection_check` of each tensor that was too large.
         self._protected: list[Callable[[Sequence[int]], str]] = []
 
     def save(
@@ -122,6 +129,7 @@ class SavedWrites:
     def _save(
         self, tensor: torch.Tensor, rows: Rows | None, use: object, saved: list[Index]
     ) -> None:
+        """Copy `rows` of a tensor, None for all, unless they are among those `saved`."""
         if rows is not None and any(_same_rows(rows.at, each) for each in saved):
             return
         if rows is None and self.bytes + tensor.nbytes > self.limit:
@@ -331,6 +339,7 @@ class WriteWatch:
 
 
 _watch: ContextVar[WriteWatch | None] = ContextVar("graphrt_write_watch", default=None)
+"""The watch of this thread, to which `_kernel` shows operators that write."""
 
 _done: set[str] = set()
 """Names of operators that need no look any more: torch's own, and those with a kernel of ours."""
@@ -351,6 +360,7 @@ def note_operators() -> None:
             continue
         namespace, _, short = name.partition("::")
         kernel = _kernel(namespace, short.partition(".")[0], schema.overload_name or "default")
+        # True: torch hands the kernel the set of dispatch keys as its first argument.
         _library(namespace).impl(short, WATCH_KEY, kernel, True)
     _done.update(name for name in names if name.startswith(("aten::", "prims::", "quantized::")))
 
