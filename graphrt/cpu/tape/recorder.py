@@ -108,6 +108,7 @@ class Tape(ThreadMode):
             and op.name in VALUE_READS
             and self.constants.are_constant((args, kwargs))
         ):
+            # `int(torch.tensor(3))`: every replay would read the same value.
             return func(*args, **kwargs)
         if rule is not None:
             args = self._checked_arguments(rule, op, args, kwargs)
@@ -265,6 +266,8 @@ class Tape(ThreadMode):
         replaced, copies, tokens = self.copy_fresh(result, fresh, op, placed)
         if op.name in _FACTORS:
             self._note_factors(op, tree.tensors(replaced))
+        # A replay compares shapes unless the operator is torch's own, its result is a tensor or a
+        # flat list, and no output is expanded (stride 0), as `copy_` refuses those.
         flat = isinstance(result, list | tuple) and all(isinstance(t, torch.Tensor) for t in result)
         simple = op.built_in and (flat or isinstance(result, torch.Tensor))
         simple = simple and not any(0 in out.stride() for _, out in copies)
