@@ -61,7 +61,7 @@ _ARGUMENTS = (torch.dtype, torch.layout, torch.memory_format, SimpleNamespace, *
 """Arguments of running code that are described, besides plain ones. Not devices: a device has
 another number on every rank, and the ranks share a key."""
 _ENVIRONMENT = frozenset({"environ", "getenv"})
-# Larger tensors and containers are not read, as that would take longer than to compile again.
+# Larger tensors and containers are not read. They count as unknown, so the code is not kept.
 _MOST_BYTES = 1 << 24
 _MOST_ITEMS = 10_000
 _TRITON = ("fn", "kernel", "src", "configs", "keys", "values", "do_not_specialize", "noinline")
