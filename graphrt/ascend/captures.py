@@ -23,6 +23,7 @@ class AclCaptures(Captures[GraphMemory]):
         super().__init__()
         self._npu = npu
         self._tasks = tasks
+        # The most streams that one capture took, and those free before the present one.
         self._most_taken = 0
         self._free_before: int | None = None
 

@@ -43,6 +43,7 @@ class GraphMemory(PoolMemory):
             adopted,
         )
         self._streams = streams
+        # They keep the streams lent that graphs were captured on.
         self._loans: set[Loan | None] = set()
 
     def capturing_on(self, stream: Any) -> None:

@@ -31,7 +31,9 @@ class OwnStreams:
         """No stream is kept for which `is_taken` is true: tasks are updated on it."""
         self._npu = npu
         self._is_taken = is_taken
+        # Device -> ids of its streams that graphrt keeps.
         self._kept: dict[int, list[int]] = {}
+        # How often a kept stream was handed out once more, as all were lent.
         self._shared = 0
         self._streams = LentStreams(self._make, self._wrapped)
         self._device_type = npu.default_stream().device_type

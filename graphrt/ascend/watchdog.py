@@ -28,9 +28,13 @@ class WatchedStep:
         self.number = number
         self.device = device
         self.task: str | None = None
+        """The task that the host updates now."""
+        # The events before and behind the replay; the latter is None before its launch.
         self._started = started
         self._done: Any = None
+        # (task, event behind its signal) in the order of the signals.
         self._signals: list[tuple[str, Any]] = []
+        # When a query first said that the device runs the step.
         self._seen_s: float | None = None
 
     def updating(self, task: str) -> None:
@@ -85,13 +89,16 @@ class Watchdog:
     ) -> None:
         """`is_capturing` returns True while events may not be queried."""
         self.error: DeviceHangError | None = None
+        """The error of a step that has not ended since."""
         self._npu = npu
         self._timeout_s = timeout_s
         self._poll_s = min(timeout_s / 8, 1.0)
         self._on_hang = on_hang
         self._is_capturing = is_capturing
+        # The steps under way, and how many were watched so far.
         self._steps: list[WatchedStep] = []
         self._count = 0
+        # Notified when a step begins and at the end; held where `_steps` changes.
         self._news = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closed = False

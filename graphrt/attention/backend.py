@@ -53,6 +53,7 @@ class AttentionBackend(abc.ABC):
 
     def __init__(self, shape: AttentionShape) -> None:
         self.shape = shape
+        # (token of the context, serial of the mixed step) and the decode step begun in its place.
         self._decode_step: tuple[object, AttentionStep] | None = None
 
     @abc.abstractmethod

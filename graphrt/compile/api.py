@@ -23,6 +23,7 @@ from graphrt.core.replay.pool import GraphPool
 M = TypeVar("M", bound=type)
 
 _DIMS = "graphrt_dynamic_dims"
+"""Attribute of a module class: what `support_compile` was given."""
 
 
 @public("graphrt.compile")

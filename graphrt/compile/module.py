@@ -50,8 +50,13 @@ from graphrt.core.replay.recording import current_capture, warming_up
 class CompiledModule:
     """Runs `module` by pieces that are compiled from one trace of its forward.
 
-    The first call compiles, or `ensure_compiled`; no later one does, unless a size is 0 or 1. Calls
-    run without gradients. Attributes that it lacks are the module's.
+    1. The first call, or `ensure_compiled`, traces, splits and compiles. A later call compiles only
+       if an axis has size 0 or 1, for which the first code may be wrong.
+    2. A call that replays no graph checks its arguments and the module, and raises `RetraceError`
+       if they are not as in the trace.
+    3. After `seal` nothing is compiled, and changes are found by `weights_changed` alone.
+
+    Calls run without gradients. Attributes that it lacks are the module's.
     """
 
     def __init__(
@@ -96,15 +101,21 @@ class CompiledModule:
         self._wrapper_options = wrapper_options
         self._hooks = hooks
         self._read_context = read_context
+        # The code for all calls but those of `_small`; None before the first call.
         self._built: Built | None = None
         # Code for calls with axes of size 0 or 1, where `_built` does not serve these.
         self._small: dict[SmallAxes, Built] = {}
+        # The first call, its tensors without memory: `weights_changed` checks the state with it.
         self._example: inspect.BoundArguments | None = None
         self._sealed = False
+        # Whether the last `weights_changed` raised: then calls check the state though sealed.
         self._change_unchecked = False
+        # The sizes of `compile_sizes`, as numbers, that have code of their own.
         self._static_sizes: tuple[int, ...] = ()
         self._argument_addresses = ArgumentAddresses()
+        # The weights and submodules that the code was bound to last.
         self._weights_held: list[Holding] = []
+        # Errors that were logged, for which the module ran uncompiled.
         self._warned: set[str] = set()
         # Set by `unseal`: the next call looks the weights up again.
         self._weights_may_move = False

@@ -17,8 +17,10 @@ from graphrt.core.base.errors import GraphRTError, PoolClosedError, ResourceExha
 from graphrt.cpu.private_torch import conjugated, negated
 
 _ALIGN = 64
+"""Bytes: the alignment of blocks, as torch's own allocator gives it on the CPU."""
 _FIRST_CHUNK_BYTES = 256 * 1024
 _LARGEST_STEP_BYTES = 64 * 1024 * 1024
+"""An arena that is full doubles, but grows by no more than this unless one block needs more."""
 
 
 class _Chunk:
@@ -30,15 +32,19 @@ class _Chunk:
         self.nbytes = nbytes
         self.buffer = memoryview(_map(nbytes))
         self.base = _storage(self.buffer).data_ptr()
+        """The address of the first byte; offsets count from it."""
         self.free_by_start: dict[int, int] = {}
+        """Offset of a free range -> its bytes."""
         self.free_by_end: dict[int, int] = {}
+        """Offset behind a free range -> its offset."""
 
 
 class Arena:
     """Memory that the graphs of one pool share, allocated while they are captured.
 
     A block goes back the moment the last reference to its storage is gone, and the next allocation
-    may use it. Addresses never change: growing adds a chunk, and nothing is ever compacted.
+    may use it. Addresses never change: growing adds a chunk, and nothing is ever compacted. A block
+    is known by its number, the *token*, which no other block ever gets.
     """
 
     def __init__(self, *, max_bytes: int | None = None) -> None:
@@ -50,15 +56,20 @@ class Arena:
         self._free: list[tuple[int, int, int]] = []
         """Free ranges as (bytes, chunk base, start), ordered, for best fit."""
         self._refs: dict[int, KeyedRef[int, Any]] = {}
+        """Token -> weak reference to the block."""
         self._spans: dict[int, tuple[_Chunk, int, int]] = {}
+        """Token -> (chunk, offset in it, bytes)."""
         self._token_at: dict[int, int] = {}
+        """Address of a block -> its token."""
         # Finalizers run on any thread and inside the garbage collector, even while this thread
         # holds the lock: they only append here, and the next allocation takes the blocks back.
         self._dropped: deque[KeyedRef[int, Any]] = deque()
         self._lock = threading.RLock()
         self._next_token = 1
         self._live = 0
+        """Bytes of all blocks."""
         self._reserved = 0
+        """Bytes of all chunks."""
         self._closed = False
         self._torn = False
         """Whether a change of the tables is under way, or an interrupt ended one half-way."""
@@ -66,6 +77,7 @@ class Arena:
         """number of a storage -> weak reference, for storages that a capture made over the host's
         memory (an array, a buffer, a file)."""
         self._shares = 1
+        """How many pools use the arena: the last `release` gives the memory back."""
         self._constants: Arena | None = None
         """Memory of constants alone. A block of this arena may have been another graph's before,
         and the replays of that graph still write it."""

@@ -49,11 +49,17 @@ class TapeGraph:
 
     def _clear(self) -> None:
         self._steps: list[Step] = []
+        # Calls before the steps, which set constants that the forward writes.
         self._restores: list[Call] = []
+        # Blocks of constants, kept in use.
         self._constants: list[object] = []
+        # Index of a step of a task -> its call, which updates replace.
         self._task_calls: dict[int, TaskCall] = {}
+        # All steps as one function; None before the capture.
         self._run: Callable[[], None] | None = None
+        # Whether the capture was under inference mode: replays are too.
         self._inference = False
+        # The memory of the outputs, kept alive.
         self._arena: Arena | None = None
 
     @property
@@ -195,6 +201,7 @@ class _OpenCapture:
         self.tape = Tape(arena, inference=inference)
         self.tasks: list[TaskHandle] = []
         self.task_start: int | None = None
+        """The index of the open task's first step; None if no task is open."""
         constants = self.tape.constants
         self._host_reads = HostReads(constants.note_wrapped, constants.are_constant)
         self._compiled = CompiledCalls(self.tape)
@@ -264,8 +271,8 @@ class CompiledCalls:
         _thread.tape = self._tape
         hooked_calls.enter(self)
         hooked_code.enter(self)
-        # A hook that is in place is true. That of Inductor's code has no hold on Inductor if it is
-        # loaded later.
+        # Whether compiled code could run unseen. A hook is true while it is in place. The hook of
+        # Inductor's code needs Inductor: loaded later, it would not be hooked.
         self._blind = not (hooked_calls or (hooked_code and inductor_loaded()))
 
     def close(self) -> None:
@@ -324,13 +331,15 @@ class TaskCall:
 
 
 class _Names:
-    """One global name per object that the code refers to."""
+    """Names the objects that the code of a replay refers to, each once: `namespace` are the code's
+    globals, by name."""
 
     def __init__(self) -> None:
         self.namespace: dict[str, Any] = {"copy": torch.Tensor.copy_, "checked": _checked_copies}
         self._by_id: dict[int, str] = {}
 
     def of(self, *values: object) -> list[str]:
+        """Each value as text for the code."""
         texts = []
         for value in values:
             if value is None or value is True or value is False:
@@ -365,6 +374,7 @@ def assemble(
             copies, described = names.of(lowered.copies, step)
             lines.append(f"    checked({call}, {copies}, {described})")
         elif not lowered.flat:
+            # One tensor is returned.
             (out,) = names.of(lowered.copies[0][1])
             lines.append(f"    copy({out}, {call})")
         else:

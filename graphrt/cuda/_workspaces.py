@@ -47,6 +47,7 @@ class Workspaces:
     """Makes torch allocate workspaces of streams again, in the memory that the caller routes to."""
 
     def __init__(self) -> None:
+        # Of the product that makes cuBLAS ask for a workspace; None before `prepare`.
         self._operand: torch.Tensor | None = None
         self._result: torch.Tensor | None = None
 

@@ -31,6 +31,7 @@ class GraphMemory(PoolMemory):
     the streams that they were captured on, with their workspaces, and counts updates of tasks."""
 
     def __init__(self, adopted: PoolHandle | None = None) -> None:
+        # Graphs that recorded nothing: see `keep_empty`.
         self._empties: list[Any] = []
         super().__init__(
             Allocator(
@@ -47,8 +48,10 @@ class GraphMemory(PoolMemory):
             adopted,
         )
         self.updates = UpdateCounts()
+        # Handle of a stream that graphs were captured on -> the stream, and what keeps it lent.
         self._streams: dict[int, torch.cuda.Stream] = {}
         self._loans: list[Loan | None] = []
+        # Handles of the streams whose workspace is in this memory.
         self._with_workspace: set[int] = set()
         self._workspaces = Workspaces()
 

@@ -46,6 +46,7 @@ from graphrt.core.runner.runner import GraphRunner
 _MOST_BREAKS = 32
 """Operators to break at, after which the search ends."""
 _STEPS, _ROUNDS = 20, 7
+"""Steps of one measurement, and measurements, of which the median counts."""
 _MOST_NAMES = 6
 """Names in a line."""
 
@@ -73,11 +74,14 @@ class Explanation:
     """Eager parts between these graphs."""
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
+    """Names of the tensors besides inputs that a step writes, or only reads, with their size."""
     trial: str | None = None
     """Why the replay does not equal the forward; None if it does."""
     eager_s: float = 0.0
     graph_s: float = 0.0
+    """Seconds of a step eagerly, and by graphs."""
     code: str = ""
+    """Python that makes such a runner."""
 
     def __str__(self) -> str:
         lines = ["Nothing stands in the way of one graph (FULL)."]
@@ -275,6 +279,7 @@ class _Draws:
     def __init__(self) -> None:
         self.first: tuple[str, Source] | None = None
         self._before = _host_generators()
+        # Frame -> its last line: Python calls the tracer before a line runs.
         self._lines: dict[FrameType, int] = {}
 
     def enter(self, frame: FrameType, event: str, arg: object) -> Any:

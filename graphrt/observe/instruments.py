@@ -68,6 +68,7 @@ class _Meter:
 
     def __init__(self, meter: Any, new_point: Callable[..., Any]) -> None:
         self.feeds: tuple[Instruments, ...] = ()
+        """The open `Instruments` of this meter, one for each runner."""
         self._new_point = new_point
         for name, unit, text, points in _COUNTERS:
             meter.create_observable_counter(name, [self._reader(points)], unit, text)

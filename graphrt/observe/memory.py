@@ -51,7 +51,10 @@ class GraphMemory:
 
 @dataclass(frozen=True)
 class Forecast:
-    """The predicted memory of all graphs, after some of them."""
+    """The predicted memory of all graphs (`bytes`), after some of them.
+
+    So many are `captured`, with `captured_bytes`, of all `graphs`.
+    """
 
     bytes: int
     captured_bytes: int
@@ -132,6 +135,7 @@ class MemoryWatch:
             limit_bytes = budget.device_bytes
         self._runner = runner
         self._limit = limit_bytes
+        # Whether this capture has had its warning.
         self._warned = False
         self._bar = progress_bar(stream)
         self.forecasts: list[Forecast] = []

@@ -65,10 +65,13 @@ class Reading:
     graphs: dict[str, int]
     """Steps that each graph served."""
     live_tokens: int
+    """Tokens of the batches that graphs served; `padded_tokens` with their padding."""
     padded_tokens: int
     captured: int
+    """Graphs that there are now, which took `capture_s` to capture."""
     capture_s: float
     dropped: int
+    """Graphs that did not fit on the device."""
     tried_steps: int
     quarantined: int
     """Graphs that are in quarantine now."""
@@ -78,6 +81,8 @@ class Reading:
 
 
 class _Latencies(Observer):
+    """Counts the latencies of steps, for one histogram by way: graph, eager or trial."""
+
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds = bounds
         self._counts = {way: [0] * (len(bounds) + 1) for way in WAYS}

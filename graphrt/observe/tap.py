@@ -54,6 +54,7 @@ class SpanSeen:
     """A capture or a trial, by its `graph`."""
 
     what: str
+    """"capture" or "trial"."""
     graph: str
     began_s: float
     ended_s: float
@@ -81,6 +82,7 @@ class Tap:
         self.run: Callable[..., Any] = runner._run
         self.observers: tuple[Observer, ...] = ()
         self._engine = runner._engine
+        # How many trials have begun: a step during which it grew was one.
         self._trials = 0
 
     def __call__(self, batch: Any, values: Any, updates: Any, metadata: Any, agreed: Any) -> Any:
@@ -109,6 +111,7 @@ class Tap:
                     dispatch = None
                 live = engine.live_tokens - tokens
                 if dispatch is not None and not live:
+                    # The engine counts live tokens of graphs alone; an eager step has no padding.
                     live = dispatch.descriptor.num_tokens
                 tried = self._trials != trials
                 seen = StepSeen(began, ended, dispatch, live, tried, error)
@@ -122,6 +125,8 @@ class Tap:
 
 
 class _Span(AbstractContextManager[object]):
+    """Entered around one capture or trial: tells the observers of it at its end."""
+
     def __init__(self, observers: tuple[Observer, ...], what: str, graph: str) -> None:
         self._observers = observers
         self._what, self._graph = what, graph

@@ -125,6 +125,7 @@ class _Track(Observer):
         self.steps: deque[StepSeen] = deque(maxlen=most_steps)
         self.spans: list[SpanSeen] = []
         self.lost = 0
+        """Steps that made room for later ones."""
         self._nvtx = nvtx
 
     def with_captures(self, report: RunnerReport) -> list[SpanSeen]:

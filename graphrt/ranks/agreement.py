@@ -92,6 +92,7 @@ class Agreement:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._device = _device_of(group)
         self._heartbeat = Heartbeat(group, timeout_s, self._note_silence)
+        # What all votes of this rank claim to be equal on all ranks.
         self._facts: Facts = {
             "graphrt": [__version__],
             "torch": [torch.__version__],
@@ -101,9 +102,12 @@ class Agreement:
         # The ballots of runners; and that of the last dispatcher given to `vote`.
         self._ballots: WeakKeyDictionary[GraphTable, Ballot] = WeakKeyDictionary()
         self._ballot: Ballot | None = None
+        # The vote of `begin`, until a step takes it.
         self._begun: PendingVote | None = None
+        # The number of the last vote.
         self._step = 0
         self._is_closed = False
+        # Why this rank makes no more steps; None while it does.
         self._failure: str | None = None
 
     # What is equal -------------------------------------------------------------------------------
@@ -365,7 +369,11 @@ class Agreement:
 
 @public("graphrt.ranks")
 class PendingVote:
-    """A vote that is under way: what this rank has sent, of which batch and graphs."""
+    """A vote that is under way: `result()` waits for it.
+
+    It is on one of `graphs` for `batch`. This rank has `sent` a byte for each graph, and claims its
+    `facts`. The collective `work`, begun at `began`, puts the least of all votes into `votes`.
+    """
 
     def __init__(
         self,

@@ -31,6 +31,8 @@ Facts = Mapping[str, list[str]]
 """What must be equal on all ranks: lines of text by name."""
 
 UNUSABLE, MISSING, TRIED, USABLE = 0, 1, 2, 3
+"""A rank's vote for a graph, which the lowest decides: it cannot serve the batch; it is planned and
+not captured; its step is a trial; it can be replayed."""
 
 
 class Tally(NamedTuple):
@@ -70,6 +72,7 @@ class Ballot:
     def __init__(self, dispatcher: GraphDispatcher, facts: Facts) -> None:
         self.dispatcher = dispatcher
         self._facts = facts
+        # The dispatcher's `version` when its graphs were taken over.
         self._version: object = None
         self.renew()
 
@@ -91,7 +94,9 @@ class Ballot:
                 expected=f"at most {MOST_GRAPHS}",
                 advice="plan fewer sizes, query lengths or variants",
             )
+        # For each graph whether it is captured, and not only planned.
         self._published = [graph[:2] in published for graph in self.graphs]
+        # Batch -> the answer of `usable`.
         self._answers: dict[Batch | None, bytes] = {}
         text = [f"{graph.mode.name} [{graph.descriptor}]" for graph in self.graphs]
         self.facts = {**self._facts, "next": ["a step"], "graphs": text}

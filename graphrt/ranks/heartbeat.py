@@ -31,7 +31,9 @@ class Sign:
 
     rank: int
     beats: int = 0
+    """How many there were: a rank whose count does not grow is silent."""
     step: int = -1
+    """The number of its last vote; -1: there was none."""
     doing: str = "nothing was ever heard of it"
     error: str | None = None
     """Why the rank makes no more steps, if it has said so."""
@@ -58,9 +60,12 @@ class Heartbeat:
         self._on_silence = on_silence
         self._timeout_s = timeout_s
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        # Seconds between beats.
         self._interval = max(min(timeout_s / 20, 1.0), 0.02)
-        # A machine with more to do than cores may keep a thread waiting for some beats.
+        # Seconds without a beat after which a rank is silent. Not a few beats: a machine with more
+        # to do than cores may keep a thread waiting for so long.
         self._silence = timeout_s / 3
+        # Seconds in which the store must answer.
         self._patience = timeout_s / 4
         self._timeout = timedelta(seconds=max(timeout_s, 1.0))
         host: list[Any] = [None]
@@ -74,9 +79,11 @@ class Heartbeat:
         # Two clients: one that waits for an answer must not block the beats.
         self._writer, self._reader = self._store(*host[0]), self._store(*host[0])
         self._step, self._doing, self._beats = 0, "not stepping yet", 0
+        # As in `Sign`.
         self._error: str | None = None
         self._is_cause = True
         self._lock, self._reading = threading.Lock(), threading.Lock()
+        # When the signs were last read.
         self._updated = time.monotonic()
         # The last sign of each rank, and when it was first read.
         self._last_signs = [(Sign(rank), self._updated) for rank in range(self.size)]

@@ -26,6 +26,8 @@ class Answer(NamedTuple):
 
 
 class Vote(Protocol):
+    """A vote that is under way; `result` waits for it."""
+
     def result(self) -> Answer: ...
 
 

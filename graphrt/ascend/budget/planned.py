@@ -21,7 +21,7 @@ from graphrt.core.batch.modes import GraphMode
 
 @dataclass(frozen=True)
 class PlannedStreams:
-    """The streams of a device, as a profile counts them."""
+    """The streams of a device, as a profile counts them; numbers as in `StreamFigures`."""
 
     profile: str
     device: str

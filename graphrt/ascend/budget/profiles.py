@@ -84,6 +84,7 @@ class StreamFigures:
     piecewise: int
     """Streams of all pieces of one size."""
     pieces: int
+    """Pieces of one size."""
     terms: tuple[tuple[str, int], ...]
     """The summands of `usable`, each with a text for people."""
 

@@ -40,7 +40,9 @@ class Device:
     streams: int
     """Documented streams of a device, shared by all processes on it."""
     queue_depth: int = 2048
+    """Entries of a stream's queue."""
     queue_headroom: int = _QUEUE_HEADROOM
+    """Entries of it that a capture leaves free."""
     wait_entries: int = 4
     """Entries of waiting for an external event."""
     group_entries: int = 8

@@ -19,7 +19,8 @@ STREAMS = 4
 
 
 class DirectStreams:
-    """One such stream for each device, made once: captures on a device take turns."""
+    """Makes one such stream for each device, once, and returns it: captures on a device take
+    turns, so they can share it."""
 
     def __init__(self, npu: Any) -> None:
         self._npu = npu

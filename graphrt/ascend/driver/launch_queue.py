@@ -34,6 +34,7 @@ _TASKS = Path("/proc/self/task")
 _START_TICKS = 19
 """The place of a thread's start in its `stat`, behind its name and state."""
 _APART_S = 1e-3
+"""The least seconds between two checks by events."""
 _EVENTS, _PATIENCE_S = 200, 0.5
 """A queue that takes no time for so many events, over so long, has ended."""
 
@@ -52,7 +53,9 @@ class _Launching:
         self._event = npu.Event()
         # CPUCLOCK_PERTHREAD and CPUCLOCK_SCHED of Linux.
         self._clock = ~thread << 3 | 6
+        # The thread's CPU time when the last step began.
         self._begun_ns = -1
+        # When events may be put into the queue again.
         self._next_s = 0.0
 
     def begin(self) -> None:

@@ -21,8 +21,10 @@ class AllocationWatch:
 
     def __init__(self, npu: Any) -> None:
         self._npu = npu
+        # Graphs whose tasks were all updated without an allocation.
         self._seen: WeakSet[Any] = WeakSet()
         options = GraphOptions()
+        # Streams that had no memory when an update of a task began.
         self._without: set[int] = set()
         self._on, self._always = options.checks("capture"), options.checks("always")
 

@@ -30,7 +30,9 @@ class Groups:
 
     def __init__(self, npu: Any) -> None:
         self._npu = npu
+        # graph -> the event of its open task.
         self._open: dict[Any, Any] = {}
+        # Streams beside the capture, whose work `settle` waits for.
         self._aside: list[Any] = []
 
     def begin(self, graph: Any) -> None:
@@ -96,6 +98,7 @@ class AutoDispatch:
     def __init__(self, npu: Any) -> None:
         """Raises `MissingCapabilityError` where torch_npu has no automatic dispatch."""
         self._npu = npu
+        # graph -> how many records torch_npu had before its open task.
         self._open: dict[Any, int] = {}
         if not hasattr(npu.NPUGraph(), "graph_dispatch_mode"):
             raise MissingCapabilityError(

@@ -17,7 +17,7 @@ class Launch:
     """A replay that waits for the updates of its tasks.
 
     `updating` is the stream to update them on, `fence` the end of the replay before, for which the
-    update waits, `stream` that of the replay."""
+    update waits, `stream` that of the replay, `watched` the watchdog's note of it."""
 
     updating: UpdateStream
     fence: Any
@@ -46,6 +46,7 @@ class UpdateWindow:
         """`watched` is the watchdog's note of the launch."""
         self.stream = stream
         """The stream of torch_npu to update on; it is current."""
+        # id of an update that is not signalled yet -> the update.
         self._open = {id(update): update for update in updates}
         self._last = updates[-1]
         self._watched = watched

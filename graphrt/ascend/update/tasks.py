@@ -35,7 +35,12 @@ from graphrt.core.device.contract import TaskUpdate
 
 
 class Tasks:
-    """Captures the task groups of a platform's graphs, and updates them around replays."""
+    """Captures the task groups of a platform's graphs, and updates them around replays.
+
+    `replay` launches a graph and updates its tasks. A host that updates apart from the launch calls
+    `launch`, then `update` or `updating`; or `updating` first, where the device needs the update
+    before the launch (`update_first`).
+    """
 
     def __init__(
         self,
@@ -50,11 +55,13 @@ class Tasks:
         self._brackets = Groups(npu) if strategy == "groups" else AutoDispatch(npu)
         self._watchdog = watchdog
         self._allocations = AllocationWatch(npu)
-        # Numbers of streams on which no task is updated: a capture is open on them, or graphs of
-        # this memory were captured on them.
+        # Numbers of streams on which no task is updated: those with an open capture, and for each
+        # memory those that its graphs were captured on.
         self._capturing: set[int] = set()
         self._captured_on: WeakKeyDictionary[GraphMemory, set[int]] = WeakKeyDictionary()
+        # graph -> the memory that it is captured in.
         self._memories: WeakKeyDictionary[Any, GraphMemory] = WeakKeyDictionary()
+        # memory -> the stream on which the tasks of its graphs are updated.
         self._streams: WeakKeyDictionary[GraphMemory, UpdateStream] = WeakKeyDictionary()
         # graph -> the event behind its last replay, for which the next update waits.
         self._replayed: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
@@ -225,6 +232,7 @@ class Tasks:
         changed: bool,
         watched: WatchedStep | None,
     ) -> None:
+        """Issue each task again on `stream`, if `changed`, and signal it; errors name the task."""
         signalled = 0
         watching = none_allocated = changed and self._allocations.looks_at(graph)
         try:

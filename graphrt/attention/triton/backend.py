@@ -85,6 +85,7 @@ class TritonAttention(AttentionBackend):
         self.max_num_reqs, self.max_query_len = max_num_reqs, max_query_len
         self.splits, self.max_context, self.group = splits, max_context, group
         processors = _processors(device)
+        # Query length -> the room for spans of such steps.
         self._rooms = {
             query_len: room_for(shape, dtype, query_len, processors)
             for query_len in range(1, max_query_len + 1)
@@ -153,6 +154,7 @@ class TritonAttention(AttentionBackend):
             )
         room = self._rooms[step.query_len]
         if self.splits == "task" and self._updatable():
+            # Nothing is prepared, so `run` issues the task.
             return step
         if step.max_context <= max(SHORT, room.shortest_span(reqs)):
             return replace(step, prepared=Splits(1))
@@ -237,6 +239,7 @@ class TritonAttention(AttentionBackend):
 
 
 def _key(step: AttentionStep) -> tuple[object, object]:
+    """Equal only for one `begin` in one step: a replay has the step of the capture."""
     context = current_context()
     return None if context is None else context.token, step.serial
 

@@ -18,6 +18,7 @@ from graphrt.attention.triton.merge import merge_spans
 from graphrt.attention.triton.work import AIM, UNIT, Room, Splits, schedule_spans
 
 _MERGE_PROGRAMS = 512
+"""Programs that the merge aims at."""
 _MOST_ROWS = 64
 """The most query rows of one program: more rows of a KV head take several programs."""
 

@@ -56,7 +56,8 @@ class Room:
 
     def limit(self, reqs: int, longest: int = 1 << 30) -> int:
         """Spans that a step may have: 8 waves or 4 a processor, but at least 2 a request; fewer
-        where requests of at most `longest` tokens cannot have so many."""
+        where requests of at most `longest` tokens (by default without a bound) cannot have so
+        many."""
         most = max(2 * reqs, min(int(8 * self.wave), 4 * self.processors))
         return max(reqs + 1, min(most, reqs + max(int(2 * self.wave), -(-reqs * longest // AIM))))
 

@@ -41,9 +41,11 @@ class AsOperator:
         always: bool,
     ) -> None:
         self._run = run
+        # How many tensors `run` returns; None for nothing.
         self._returns = returns
         self._written = frozenset(written)
         self._always = always
+        # The operator's argument `piece`, by which its body finds this object.
         self._number = next(_numbers)
         _pieces[self._number] = self
 
@@ -64,7 +66,8 @@ class AsOperator:
         return results[0] if self._returns == 1 else tuple(results)
 
     def run(self, kinds: Sequence[Sequence[Any]], order: Sequence[int]) -> list[torch.Tensor]:
-        """The body of the operator."""
+        """The body of the operator. `kinds` are its arguments read, written and sizes; `order` has
+        the kind of each argument of `run`, in order."""
         of_kind = [iter(each) for each in kinds]
         results = self._run(*(next(of_kind[kind]) for kind in order))
         if self._returns is None:

@@ -54,7 +54,11 @@ class InductorBackend:
 
 
 class CompiledPiece:
-    """Compiled code of one piece, which is right for sizes at which `conditions` hold."""
+    """Compiled code of one piece, which is right for sizes at which `conditions` hold.
+
+    `returns` is how many values the piece returns (None: nothing), `libraries` the C++ libraries
+    that the code calls, by a hash of their source.
+    """
 
     def __init__(
         self,

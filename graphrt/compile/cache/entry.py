@@ -76,6 +76,7 @@ class CacheEntry:
         self._root = default_directory() if directory is None else Path(directory).expanduser()
         self._folders = key.digest[:16], f"rank_{rank}"
         self.directory = self._root.joinpath(*self._folders)
+        # Whether this entry has made its directory.
         self._made = False
         self._readable = self._writable = enabled and not _is_disabled()
         self.had_pieces = self._readable and self._has_pieces()

@@ -96,7 +96,7 @@ def _refuse_link(directory: int, name: str, path: Path) -> None:
 
 
 def _read(file: int, size: int) -> bytes:
-    """The content, up to the checked size even if the file has grown since."""
+    """The content, up to the checked size even if the file has grown since; 16 MiB at a time."""
     parts = []
     while size > 0:
         part = os.read(file, min(size, 1 << 24))

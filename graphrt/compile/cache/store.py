@@ -67,6 +67,7 @@ def read_piece(directory: int | None, name: str, key: str) -> bytes | None:
     if directory is None:
         return None
     try:
+        # 1024 bytes more have room for the first line.
         content = read_file(directory, name + SUFFIX, MOST_PIECE_BYTES + 1024)
     except FileNotFoundError:
         return None

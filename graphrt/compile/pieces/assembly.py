@@ -43,19 +43,25 @@ from graphrt.core.replay.recording import frozen_gc
 
 @dataclass(frozen=True)
 class Built:
-    """A compiled subject. `run` is right for calls that `checker` and `outside` do not refuse.
-    `small` are the axes that need code of their own at a size of 1."""
+    """A compiled subject: the result of `build`. `run` is right for calls that `checker`, `outside`
+    and `overlaps` do not refuse."""
 
     run: Callable[..., Any]
+    """Takes a call's arguments and returns the forward's result."""
     checker: CallChecker
     outside: Outside
     overlaps: Overlaps
     small: Sequence[SmallAxes]
+    """The axes that need code of their own at a size of 1."""
     stitched: Stitched
+    """The function that calls all pieces; `run` calls it, perhaps in a wrapper or Dynamo's code."""
     pieces: tuple[Piece, ...]
     wrappers: tuple[GraphWrapper, ...]
+    """The wrappers that capture pieces, or all of `run`; none without a pool."""
     codes: tuple[CodeType, ...]
+    """The code objects that Dynamo inlined."""
     computation_graph: str
+    """The graph and its pieces as Python, for people."""
     figures: Figures = field(default_factory=Figures)
 
 

@@ -23,6 +23,7 @@ _SizeSource = tuple[int, int | None, Any]
 _NO_AXES: Mapping[str, tuple[str, int]] = MappingProxyType({})
 _NO_CODE: Mapping[int, Callable[..., Any]] = MappingProxyType({})
 _MOST_SIZES = 1024
+"""So many choices are remembered; then all are forgotten."""
 
 
 def sizes_to_compile(
@@ -105,11 +106,15 @@ class BySize:
         self._static = static
         symbols = {s.name for each in conditions for s in each.free_symbols}
         symbols |= {symbol} if static else set()
+        # Sizes that are a symbol itself are enough if they give all symbols that a choice needs;
+        # else composed ones (2*s0) are read too, and solved for their symbol.
         direct = [source for source in sources if source[2].is_symbol]
         self._sources = direct if symbols <= {source[2].name for source in direct} else sources
         self._name = name
         self._axes = axes
+        # Sizes as read by `_sources` -> the code that was chosen for them.
         self._code_by_sizes: dict[tuple[int, ...], Callable[..., Any]] = {}
+        # The broken conditions that were logged.
         self._warned: set[Any] = set()
 
     def __call__(self, *args: Any) -> Any:

@@ -64,6 +64,7 @@ class Compiler:
         self._sizes = sizes
         self._partition_at = partition_at
         self.partitioned: list[Partitioned] = []
+        # Fingerprint of a piece's graph -> its code, for all pieces of equal structure.
         self._code_of: dict[str, Callable[..., Any]] = {}
         self.cache = cache
 
@@ -177,7 +178,8 @@ class Compiler:
                 return loaded
         backend, why_eager = self._backend, ""
         if self.cache is not None and self.cache.had_pieces:
-            # The backend was chosen to load pieces only, and this one is missing: choose again.
+            # The cache had pieces, so nobody asked whether the backend can compile here (it may
+            # lack a C++ compiler). This piece is missing from the cache: ask now.
             other, why_eager = backend_for(backend.name, self._device_type, compiles=True)
             if why_eager:
                 backend, self._figures.backend_reason = other, why_eager

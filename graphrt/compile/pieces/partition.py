@@ -36,7 +36,10 @@ _ALIGNMENT = 16
 
 
 class Partition:
-    """One partition, called as Inductor does: with one list, which the callee may empty."""
+    """One partition, called as Inductor does: with one list, which the callee may empty.
+
+    Calls go to `run`: Inductor's `function`, until `Partitioned.capture_in` replaces it.
+    """
 
     def __init__(self, function: PartitionFunction) -> None:
         self.function = function
@@ -59,7 +62,9 @@ class Partitioned:
         self.conditions: Sequence[Any] = getattr(run, "conditions", ())
         self._run = run
         self._wrapping: Wrapping | None = None
+        # Buffers of results, for the option outputs="static".
         self._result_buffers = Bridges()
+        # Addresses of the storages of this step's arguments, which stay where they are.
         self._step_storages: set[int] = set()
 
     def __call__(self, *args: Any) -> Any:
@@ -130,7 +135,9 @@ class _Captured:
         self._read_context = wrapping.read_context
         self._is_fixed = is_fixed
         self._bridges = Bridges()
+        # Descriptor -> (index of an input, the buffer that the graph reads in its place).
         self._copied_inputs: dict[BatchDescriptor, list[tuple[int, torch.Tensor]]] = {}
+        # Descriptor -> the numbers among the inputs, which its graph has baked in.
         self._numbers: dict[BatchDescriptor, list[Any]] = {}
 
     def __call__(self, args: list[Any]) -> Any:

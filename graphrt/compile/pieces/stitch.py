@@ -111,14 +111,20 @@ class _Writer:
         self, graph: fx.GraphModule, pieces: Sequence[Piece], parameters: Parameters | None
     ) -> None:
         self._graph = graph
+        # Global name of the function -> its value: pieces, weights, constants.
         self._globals: dict[str, Any] = {}
+        # Name of a weight in the module -> its global name.
         self._weights: dict[str, str] = {}
+        # Names that no new global or local may take.
         self._reserved = {piece.name for piece in pieces}
         self._reserved |= set(parameters.names) if parameters else set()
+        # Node -> the name of its value in the function.
         self._names: dict[fx.Node, str] = {}
         self._lines: list[str] = []
         self._signature = ""
+        # Node -> the index of the last piece that takes or gives it.
         self._last_use = _last_uses(pieces)
+        # Nodes that the forward returns: no line deletes them.
         self._returned_nodes: set[fx.Node] = set()
         output = next(iter(reversed(graph.graph.nodes)))
         self._outputs: Sequence[Any] = output.args[0]
@@ -126,6 +132,7 @@ class _Writer:
         self._read_nodes = {n for piece in pieces for n in piece.inputs} | self._returned_nodes
 
     def take_placeholders(self) -> None:
+        """Let the function take the inputs of the graph, as they are."""
         nodes = placeholders(self._graph)
         for node in nodes:
             self._names[node] = self._fresh(node.name)
@@ -138,6 +145,8 @@ class _Writer:
         parameters: Parameters,
         weights: Mapping[str, torch.Tensor],
     ) -> None:
+        """Let the function take the forward's arguments. Each input of the graph is then a global
+        (a weight), or read from an argument by the Python that `interface` has for it."""
         paths_of: dict[int, list[str]] = {}
         for path, weight in weights.items():
             paths_of.setdefault(id(weight), []).append(path)
@@ -250,7 +259,7 @@ class _Writer:
         return self._constant("constant", value)
 
     def _constant(self, name: str, value: Any) -> str:
-        """A global name for a value; the same one for the same value."""
+        """A global name for a value that begins with `name`; the same one for the same value."""
         name = "".join(c if c.isalnum() else "_" for c in name)
         for taken, other in self._globals.items():
             if other is value and taken.startswith(name):
@@ -260,6 +269,7 @@ class _Writer:
         return name
 
     def _fresh(self, name: str) -> str:
+        """`name` as an identifier that nothing else has, which is reserved by this call."""
         while name in self._reserved or keyword.iskeyword(name) or not name.isidentifier():
             name = f"_{name}" if not name[:1].isalpha() and name[:1] != "_" else f"{name}_"
         self._reserved.add(name)

@@ -107,6 +107,7 @@ class BridgedPiece:
         self._run = run
         self._read_context = read_context
         self._bridges = Bridges()
+        # Descriptor -> the fixed buffers of the results, and how results are copied there.
         self._parts: dict[BatchDescriptor, EagerPart] = {}
 
     def __call__(self, *args: Any) -> Any:
@@ -139,6 +140,7 @@ class ArgumentAddresses:
     """
 
     def __init__(self) -> None:
+        # Descriptor -> the arguments that may move: (index among tensors, address at capture).
         self._moving: dict[BatchDescriptor, tuple[tuple[int, int], ...]] = {}
 
     def check(self, context: ForwardContext | None, pool: GraphPool, arguments: Any) -> None:

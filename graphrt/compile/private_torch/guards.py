@@ -68,6 +68,7 @@ class GuardFilter:
         self.defaults: dict[str, None] = {}
         """Names of functions' `__defaults__`."""
         self.kept_alive: list[object] = []
+        """Functions, classes and modules that guards compare by id."""
         self.read: frozenset[str] = frozenset()
 
     def __call__(self, entries: Sequence[GuardEntry]) -> list[bool]:
@@ -108,7 +109,10 @@ def names_read(graph: fx.GraphModule) -> frozenset[str]:
 
 
 class _Property(NamedTuple):
-    """A property that Dynamo's guards miss: `read_property(value)` must return `before` again."""
+    """A property that Dynamo's guards miss: `read_property(value)` must return `before` again.
+
+    `code` computes the value of Dynamo's `name`; `text` says for an error what must hold.
+    """
 
     name: str
     code: CodeType

@@ -46,6 +46,7 @@ _TORCHS_MODULES = ("torch", "functools", "_operator", "math", "builtins")
 _LOCATION = re.compile(r"registered at (\S+?):\d+")
 
 _functions: dict[str, tuple[Any, ...]] = {}
+"""Operator of `opaque`, "ns::op" -> its function, and the one for fake tensors."""
 
 
 def remember_functions(operator: str, run: Any, fake: Any) -> None:

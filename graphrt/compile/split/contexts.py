@@ -188,10 +188,15 @@ class _Contexts:
         self._graph = graph
         self._is_splitting = is_splitting
         self._enter, self._exit = autocast_calls()
+        # The forward's nodes whose autocast is on at the present node, the outermost first.
         self._open_in_forward: list[fx.Node] = []
+        # Node of the forward that enters autocast -> how many nodes of pieces were made for it.
         self._entries: Counter[fx.Node] = Counter()
+        # The same node -> a node that writes a weight under it.
         self._writers: dict[fx.Node, fx.Node] = {}
+        # What the present piece has open: (the forward's node, the piece's copy of it).
         self._open_in_piece: list[tuple[fx.Node, fx.Node]] = []
+        # The last operator, behind which contexts are left, and whether it is a splitting one.
         self._last: fx.Node | None = None
         self._side = False
 

@@ -24,6 +24,7 @@ from graphrt.compile.private_torch.operators import (
 )
 from graphrt.compile.trace.sizes import value_of
 
+# Operators of Python with an in-place form: `iadd`, `__iadd__`.
 _I = ("add", "and", "floordiv", "lshift", "matmul", "mod", "mul", "or", "pow", "rshift", "sub")
 _IN_PLACE = frozenset(
     {

@@ -125,7 +125,9 @@ class _Cut:
         self._roles = roles
         self._order = {node: index for index, node in enumerate(whole.graph.nodes)}
         self._group_of = {node: group for group in groups for node in group.nodes}
+        # id of a group -> its nodes that a later piece takes or the forward returns.
         self._read_later: dict[int, set[fx.Node]] = {id(group): set() for group in groups}
+        # The tensors that the forward returns, or returns a view of.
         self._returned: set[fx.Node] = set()
 
     def pieces(self) -> list[Piece]:
@@ -206,6 +208,8 @@ class _Cut:
         return sorted(taken, key=lambda n: not is_number(n)), list(body)
 
     def _is_recomputed(self, node: fx.Node, group: NodeGroup) -> bool:
+        """Whether a piece computes a node itself, and does not take its result from another piece:
+        all numbers; all views, but in a splitting piece only those of its own group."""
         if node in self._roles.numbers:
             return True
         if node not in self._roles.views:

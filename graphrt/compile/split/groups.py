@@ -96,6 +96,8 @@ def partition(
 def _with_allocations_moved(
     groups: Sequence[NodeGroup], group_of: dict[fx.Node, NodeGroup], roles: Roles
 ) -> list[NodeGroup]:
+    """Move allocations between two splitting operators, such as an output's, to the captured group
+    before: a graph of its own for each would cost a replay and compute nothing."""
     kept: list[NodeGroup] = []
     for group in groups:
         before = next((p for p in reversed(kept) if not p.splitting), None)
@@ -130,6 +132,7 @@ def _with_views_moved(groups: Sequence[NodeGroup], roles: Roles) -> list[NodeGro
 
 
 def _with_neighbours_joined(groups: Sequence[NodeGroup]) -> list[NodeGroup]:
+    """Join groups of one kind that became neighbours because the group between them was moved."""
     joined: list[NodeGroup] = []
     for group in groups:
         if joined and joined[-1].splitting is group.splitting:

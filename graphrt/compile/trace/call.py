@@ -43,6 +43,7 @@ class TracedCall:
     symbol: Any
     axes: Mapping[str, tuple[str, int]]
     _leaves: Sequence[Leaf]
+    """The arguments of the call that was traced, not of its examples."""
 
     @property
     def device(self) -> torch.device:

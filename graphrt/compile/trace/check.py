@@ -16,7 +16,7 @@ SmallAxes = tuple[tuple[str, int], ...]
 """Axes of a call whose size is 0 or 1, with that size."""
 
 _MOST_SIZES = 4096
-
+"""So many checked combinations of sizes are remembered; then all are forgotten."""
 
 _PROPERTIES = (
     "the type",
@@ -60,11 +60,14 @@ class CallChecker:
         self._dims = dims
         self._asks_for_strides = asks_for_strides
         self._asks_for_gradients = asks_for_gradients
+        # Path of an argument -> its properties as a `_Tensor`; the value itself if it is none.
         self._expected = {leaf.path: self._describe(leaf) for leaf in leaves}
         self._symbols = dict(symbols)
         self._conditions = list(conditions)
         self._does_the_same = does_the_same
+        # Sizes of all axes, which passed the check -> the axes that need code of their own.
         self._checked_sizes: dict[tuple[int, ...], SmallAxes] = {}
+        # Axes of size 0 or 1 -> whether the general code is right for them.
         self._is_served: dict[SmallAxes, bool] = {}
         for condition in self._conditions:
             if unknown := condition.free_symbols - set(symbols):
@@ -119,6 +122,7 @@ class CallChecker:
         return ()
 
     def _serves(self, small: SmallAxes) -> bool:
+        """Whether the general code is right if these axes have size 1; never if one has size 0."""
         if small not in self._is_served:
             sizes = dict(small)
             values = {
@@ -128,6 +132,7 @@ class CallChecker:
             }
             self._is_served[small] = (
                 0 not in sizes.values()
+                # `!= False`: a condition that also has other symbols stays open here.
                 and all(condition.subs(values) != False for condition in self._conditions)  # noqa: E712
                 and self._does_the_same(sizes)
             )
@@ -301,7 +306,8 @@ def axis_symbol(axis: tuple[str, int]) -> Any:
 
 class Overlaps:
     """Refuses calls in which a tensor that the graph writes shares memory with another: none did in
-    the trace. `written` are paths of arguments; `writes_weights`: also tensors of the module."""
+    the trace. `written` are paths of the arguments that the graph writes; `writes_weights` says
+    that it writes tensors of the module too."""
 
     def __init__(self, written: Collection[str], *, writes_weights: bool) -> None:
         self._written = frozenset(written)

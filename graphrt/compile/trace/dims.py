@@ -22,8 +22,9 @@ class DynamicDims:
     """The batch dimensions of each argument.
 
     Given as names (dimension 0 is the batch's), or as a dict from names to a dimension, to several,
-    or to `{dimension: axis}`. Dimensions of one axis have one size in every call; the axis that has
-    no name is "tokens". A name is an argument's, or the path of an element such as `hidden[0]`.
+    or to `{dimension: axis}`. Dimensions of one axis have one size in every call; one of "reqs+1"
+    has one more (`Axis.extra`). The axis that has no name is "tokens". A name is an argument's, or
+    the path of an element such as `hidden[0]`.
     """
 
     def __init__(self, given: Mapping[str, Any] | Sequence[str]) -> None:
@@ -32,6 +33,7 @@ class DynamicDims:
         if not all(isinstance(name, str) for name in given):
             raise _wrong_dims(given)
         named = given if isinstance(given, Mapping) else dict.fromkeys(given, 0)
+        # Name of an argument or path -> dimension -> axis.
         self._axes = {name: _axes(value) for name, value in named.items()}
 
     def __bool__(self) -> bool:
@@ -100,7 +102,8 @@ def sizes_of(dims: DynamicDims, leaves: Iterable[Leaf]) -> dict[str, int]:
 
 
 def distinct_sizes(near_sizes: Mapping[str, int], avoid: Iterable[int]) -> dict[str, int]:
-    """A size for every axis, near the given one, that no other dimension has.
+    """A size for every axis, near that of `near_sizes`, that no other axis has and no static
+    dimension (`avoid`).
 
     Dimensions of equal size would be taken for one axis. No size is changed to 2 or 3, where
     `n // 2` or `n - 1` is 1: Inductor takes `n - 1 = 1` for a constant.

@@ -34,6 +34,7 @@ from graphrt.core.base.errors import GraphRTError
 
 # Dynamo's hooks for bytecode are process-wide; a trace is rare enough to take turns.
 _lock = process_lock()
+# How many functions were traced: each gets the next number in its name.
 _traces = 0
 
 
@@ -59,7 +60,9 @@ class Traced:
     size_places: Mapping[Any, tuple[str, int]]
     guards: Guards
     _function: FunctionType
+    """The traced function, with its own copy of the globals that `transformed` reads."""
     _graph_name: str
+    """The global name under which `transformed` calls the graph."""
 
     def inputs_of(self, *args: Any, **kwargs: Any) -> list[Any]:
         """The inputs that such a call gives to the graph. The call ends before the graph runs."""
@@ -132,6 +135,7 @@ class _Backend:
     def __init__(self, function: FunctionType) -> None:
         self.function = function
         self.kept_guards = GuardFilter()
+        # Dynamo's graph, and its code in place of the function's; None until it has made them.
         self._graph: fx.GraphModule | None = None
         self._code: CodeType | None = None
 
@@ -187,7 +191,13 @@ def _stop(*_: object) -> Any:
 
 
 def _mark(leaves: Sequence[Leaf], dims: DynamicDims, *, unbacked: bool) -> list[str]:
-    """Mark the batch dimensions. Returns equalities that give dimensions of one axis one symbol."""
+    """Mark the batch dimensions as dynamic for Dynamo. Returns equalities, as Python, by which all
+    dimensions of one axis get one symbol.
+
+    Unbacked dimensions of one axis share a symbol by their mark, unless they have an offset from it
+    (`axis.extra`).
+    """
+    # Name of an axis -> its first dimension, as Python.
     first: dict[str, str] = {}
     equalities = []
     for leaf in leaves:

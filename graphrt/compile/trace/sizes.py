@@ -102,7 +102,9 @@ def resolve_sizes(graph: fx.Graph) -> None:
 def _resolved(
     graph: fx.Graph, node: fx.Node, by_expression: dict[Any, Any], before: fx.Node
 ) -> Any:
-    """The number, or the tuple of numbers, that takes the place of a node; None if it stays."""
+    """The number, or the tuple of numbers, that takes the place of a node; None if it stays.
+
+    `by_expression` has the node that gives each size so far. New nodes go `before` that node."""
     value = value_of(node)
     if isinstance(value, torch.Size) or _are_numbers(value):
         numbers = tuple(_number(graph, v, by_expression, before) for v in value)
@@ -197,7 +199,8 @@ class _OtherResult(Exception):
 
 
 class _Rerun(fx.Interpreter):
-    """Runs a graph at other sizes; raises if a result is not as the trace predicts."""
+    """Runs a graph with `sizes` of its symbols; raises `_OtherResult` if a result is not as the
+    trace predicts."""
 
     def __init__(self, graph: fx.GraphModule, sizes: Mapping[Any, int]) -> None:
         super().__init__(graph)

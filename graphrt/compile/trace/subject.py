@@ -45,7 +45,9 @@ class Subject:
     """
 
     module: Callable[..., Any]
+    """What the user gave: a module, a function, a method or an object with `__call__`."""
     call: Callable[..., Any]
+    """What Dynamo traces: `module`, or the call of an `nn.Module` with its hooks."""
     parameters: Parameters
     dims: DynamicDims
     small: tuple[tuple[str, int], ...] = ()
@@ -152,6 +154,7 @@ def _tensors_of(prefix: str, module: nn.Module) -> Iterator[tuple[str, torch.Ten
 
 
 Kind = tuple[torch.dtype, torch.Size, tuple[int, ...], torch.device]
+"""(dtype, shape, strides, device) of a tensor, on which code relies"""
 
 
 def kind_of(tensor: torch.Tensor) -> Kind:

@@ -27,7 +27,7 @@ _PLAIN = (ast.Name, ast.Attribute, ast.Subscript)
 
 def explained(error: Exception, dynamic_shapes: str, *, any_size: bool) -> GraphRTError:
     """Dynamo's error as one about the forward. An error of graphrt that the traced code raised is
-    returned itself."""
+    returned itself. `any_size`: the code is to serve batches of any size."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, GraphRTError):

@@ -27,7 +27,9 @@ class Aliases:
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
+        # Address, shape and dtype (`_alias_key`) -> the tape's tensor for all tensors like it.
         self._aliases: dict[tuple[object, ...], torch.Tensor] = {}
+        # The tokens of blocks that an operator reads.
         self._read: set[int] = set()
 
     def was_read(self, token: int) -> bool:

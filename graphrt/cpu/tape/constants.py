@@ -21,6 +21,9 @@ from graphrt.cpu.tape.refusals import WRITTEN_WRAP
 
 
 class _Constant:
+    """One constant of a tape: `restore` is the call that sets its values again; `written` says
+    whether an operator of the forward writes it."""
+
     def __init__(self, held: Any, in_use: ReferenceType[Any], restore: Call) -> None:
         self.held = held
         """Keeps the block in use, so that nothing else is ever written into it."""
@@ -41,8 +44,10 @@ class TapeConstants:
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
+        # Address of a block -> its constant.
         self._made: dict[int, _Constant] = {}
-        # Number of a storage -> weak reference, which keeps the number from being reused.
+        # The storages of constants and of results derived from them: number -> weak reference,
+        # which keeps the number from being reused.
         self._constant: dict[int, StorageWeakRef] = {}
 
     def take(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -138,6 +143,7 @@ class OwnTensors:
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
+        # id of a tensor -> weak reference: a later tensor may get the id.
         self._made: dict[int, weakref.ref[torch.Tensor]] = {}
 
     def note(self, result: Any) -> Any:

@@ -18,6 +18,8 @@ from graphrt.cpu.tape.operators import Operator, operator_of
 _COPY: Callable[..., torch.Tensor] = torch.Tensor.copy_
 _COPIES = frozenset({"aten::_to_copy", "aten::clone"})
 _BAKED_BYTES = 4096
+"""A result up to this size, of an operator without tensor arguments, is kept and copied. Larger
+ones would cost memory: a replay computes them."""
 _FACTORY_ARGUMENTS = frozenset({"device", "dtype", "layout", "pin_memory"})
 
 REFUSALS = (TypeError, ValueError, RuntimeError, IndexError)
@@ -27,6 +29,7 @@ _LARGEST_RANDOM_BYTES = 1 << 20
 """Larger arguments are weights or caches: `agrees` keeps their values."""
 
 _verdicts: dict[tuple[object, ...], bool] = {}
+"""An operator, its variant and the shapes of a call -> the answer of `agrees`."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,7 @@ class Lowered:
 
     Each copy is (position in the flattened result, recorded output). `flat` says that the result
     is a tuple or list of tensors with nothing inside; `checked` that a replay compares shapes.
+    `kind` names the way, for tests: "in_place", "out", "copy_", "constant" or "again".
     """
 
     kind: str
@@ -70,7 +74,8 @@ def replay_guard(*, inference: bool) -> Callable[[], Any]:
 
 
 class _Probe(ThreadMode):
-    """Notes the operators that Python calls issue, without executing them."""
+    """Notes the operators that Python calls issue, without executing them: each returns `answer`,
+    a result of the right kind."""
 
     takes_apart = False
 

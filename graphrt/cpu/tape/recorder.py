@@ -108,6 +108,7 @@ class Tape(ThreadMode):
             and op.name in VALUE_READS
             and self.constants.are_constant((args, kwargs))
         ):
+            # `int(torch.tensor(3))`: every replay would read the same value.
             return func(*args, **kwargs)
         if rule is not None:
             args = self._checked_arguments(rule, op, args, kwargs)
@@ -195,6 +196,7 @@ class Tape(ThreadMode):
             raise
 
     def _mutate(self, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator that writes arguments, and record it: a replay writes them again."""
         self.constants.note_write(op, (args, kwargs), op.written_arguments(args, kwargs))
         result = _run(op, args, kwargs)
         fresh = fresh_among(tree.tensors(result), (args, kwargs))
@@ -209,15 +211,19 @@ class Tape(ThreadMode):
         return result
 
     def _compute(self, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator that writes no argument, and record a step for its new tensors."""
         result = _run(op, args, kwargs)
         tensors = tree.tensors(result)
         fresh = [t for t in fresh_among(tensors, (args, kwargs)) if t.device.type != "meta"]
         if not fresh and (tensors or op.schema.returns):
+            # A view, or a number: nothing to replay. One without results may have an effect.
             return result
         if self.in_task:
             _refuse_allocation(op)
         if op.allocates:
+            # `empty`: its values are undefined, so a replay has nothing to compute.
             return with_replaced(result, {id(t): self.place(t, op) for t in fresh})
+        # id of a result -> its output in the arena.
         placed: dict[int, torch.Tensor] = {}
         all_fresh = bool(fresh) and len(fresh) == len(tensors)
         if all_fresh and op.repeatable and not torch.is_autocast_enabled("cpu"):
@@ -265,6 +271,8 @@ class Tape(ThreadMode):
         replaced, copies, tokens = self.copy_fresh(result, fresh, op, placed)
         if op.name in _FACTORS:
             self._note_factors(op, tree.tensors(replaced))
+        # A replay compares shapes unless the operator is torch's own, its result is a tensor or a
+        # flat list, and no output is expanded (stride 0), as `copy_` refuses those.
         flat = isinstance(result, list | tuple) and all(isinstance(t, torch.Tensor) for t in result)
         simple = op.built_in and (flat or isinstance(result, torch.Tensor))
         simple = simple and not any(0 in out.stride() for _, out in copies)

@@ -14,6 +14,7 @@ from graphrt.cuda.private_torch import raw_stream_of
 from graphrt.cuda.ring.format import RingFormat, slot_bytes
 
 _CHUNK = 16
+"""Bytes that a thread of the kernel copies at once."""
 _MOST_BLOCKS = 264
 """Two for each multiprocessor of a large GPU: for 1 MiB each thread loads one chunk."""
 

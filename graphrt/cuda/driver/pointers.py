@@ -65,6 +65,7 @@ class _Scan:
     """Reads the words of nodes; the layout of arguments is asked for once for each function."""
 
     def __init__(self) -> None:
+        # (function, kernel) -> layout; None where the driver does not tell it.
         self._layouts: dict[tuple[int, int], _Layout | None] = {}
 
     def words(self, node: int, kind: int) -> tuple[int, ...] | None:
@@ -95,7 +96,9 @@ class _Layout:
     def __init__(self, sizes: Iterable[int]) -> None:
         sizes = list(sizes)
         self.count = len(sizes)
+        # The type of the driver's array of pointers to arguments.
         self._places = ctypes.c_void_p * self.count
+        # Index of an argument of a word or more -> the type of its whole words.
         self._wide = [
             (index, ctypes.c_uint64 * (size // _WORD))
             for index, size in enumerate(sizes)

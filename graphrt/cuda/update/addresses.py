@@ -30,6 +30,7 @@ class Homes:
     def __init__(self, tensors: Iterable[Range], block_of: Callable[[int], Range | None]) -> None:
         self._tensors = sorted(set(tensors))
         self._block_of = block_of
+        # Captured address -> the memory that it belongs to; None if it is no device memory.
         self._homes: dict[int, Range | None] = {}
 
     def stranger(self, base: Image, image: Image) -> int | None:

@@ -16,9 +16,12 @@ from graphrt.cuda.driver.nodes import (
 KERNEL, MEMCPY, MEMSET, EMPTY = 0, 1, 2, 5  # CUgraphNodeType
 SETTABLE = frozenset({KERNEL, MEMCPY, MEMSET, EMPTY})
 ALIGNMENT = 8
+"""Bytes: each argument in the data of an image begins at a multiple."""
 WORD = 4
+"""Bytes of a word, the unit by which images of layers are compared."""
 
 _PLAIN = (bool, int, float, str, type(None))
+"""Host values whose contents cannot change behind a key."""
 
 
 class Image(NamedTuple):

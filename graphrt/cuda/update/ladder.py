@@ -15,7 +15,7 @@ from graphrt.cuda.update.node_parameters import Setting, WholeSetting
 
 @dataclass(slots=True)
 class UpdateCounts:
-    """Counts the updates of one memory's tasks, for `UpdateFigures`."""
+    """Counts the updates of one memory's tasks: `UpdateFigures` says what each count is."""
 
     patches: int = 0
     shared_patches: int = 0
@@ -73,6 +73,7 @@ class TaskNode:
     def captured_as(self, base: Image | None) -> None:
         """Note the parameters that executable and template have from the capture."""
         self.base = self.applied = base
+        # The buffer that `applied` was loaded into; None while that is `base`.
         self.setting: Setting | None = None
         # The template's parameters. They follow `applied` only once the driver refused a node.
         self.in_template = base
@@ -95,6 +96,7 @@ class Ladder:
 
     def __init__(self, calls: Calls, counts: UpdateCounts) -> None:
         self.nodes: list[TaskNode] = []
+        """The nodes of all tasks of the graph."""
         self.given_up = False
         self.calls = calls
         self._counts = counts
@@ -142,6 +144,7 @@ class Ladder:
         """Give `image` to those of the nodes, all of one kind, that have these numbers; returns how
         many did not have it yet."""
         set_kernel, executable = self.calls.set_kernel, self._executable
+        # Refused rounds, copies, fills and switched nodes take more than one call: `give` makes it.
         slow = self._refused or image.kind != KERNEL or image.launch is SKIPPED
         patched = done = 0
         # A step spends most of its time here.

@@ -85,6 +85,7 @@ class SharedSetting(WholeSetting):
 
     def __init__(self, image: Image, unshared: frozenset[int]) -> None:
         super().__init__(image)
+        # The ranges of shared bytes in arguments that also have unshared words.
         self._runs: list[slice] = []
         self.mixed: list[bool] = []
         for offset, size in zip(offsets(image.sizes), image.sizes, strict=True):

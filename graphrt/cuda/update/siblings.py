@@ -51,8 +51,9 @@ def patched(base: Image, unshared: frozenset[int], source: Image) -> Image | Non
 
 
 class Known:
-    """The remembered parameters for one set of host arguments: `patched` of the layer `issuer`,
-    from which all are patched, or `whole` of each layer (by number) that was issued."""
+    """The parameters for one set of host arguments, as issuing gave them: either `patched`, those
+    of the layer `issuer`, from which all layers are patched; or `whole`, those of each issued
+    layer, by its number."""
 
     __slots__ = ("issuer", "patched", "whole")
 
@@ -64,6 +65,8 @@ class Known:
 
 class Family:
     """Updates tasks of one graph that were issued alike and captured as the same launches.
+
+    For each step `prepare` finds the parameters, and `give` passes the changed ones to the driver.
 
     A layer is one task: `layers` are the nodes of each, `indices` their indices among the tasks of
     the graph. Methods name a layer by its number in `layers`. `alike` says whether layers may be
@@ -78,15 +81,18 @@ class Family:
         self._layers = layers
         self._counts = counts
         self._everyone = list(range(len(layers)))
-        # Of each layer the captured image of each node; and of each node the own words.
+        # For each layer the captured image of each of its nodes.
         self._bases: list[Images] = [tuple(map(_base, nodes)) for nodes in layers]
+        # For each node of a layer its own words.
         self._own = [own_words(bases) for bases in zip(*self._bases, strict=True)]
-        # The first layer's images in the sets for which all layers were compared, and at capture.
-        self._checked: list[Images] = [self._bases[0]]
-        # The images that were patched from last: equal images of the next set become these objects.
-        self._latest: Images = self._bases[0]
-        # For each node of a layer that node of every layer, with what patches it; empty until
-        # `alike` is true.
+        # The first layer's images: at the capture, and for each set that changed them and for which
+        # all layers were compared.
+        self._compared: list[Images] = [self._bases[0]]
+        # The images that layers were patched from last. `give` skips a node by identity, so equal
+        # images of the next set become these objects.
+        self._source: Images = self._bases[0]
+        # For each node of a layer: that node of every layer, with the buffer that patches it. Empty
+        # until `alike` is true.
         self._columns: list[list[tuple[TaskNode, Setting]]] = []
         # A set of host arguments, by `key_of`, -> its parameters.
         self._known: OrderedDict[Hashable, Known] = OrderedDict()
@@ -156,11 +162,12 @@ class Family:
     def _fill(
         self, remembered: Known, missing: list[int], updates: Sequence[TaskUpdate], issue: Issue
     ) -> None:
+        """Issue one of the `missing` layers if the rest may be patched from it, else all."""
         if self.alike and not remembered.whole:
             issuer, missing = missing[0], missing[1:]
             images = issue(updates[self.indices[issuer]])
             if self._keeps_own_words(issuer, images):
-                self._latest = remembered.patched = tuple(map(_same_if_equal, self._latest, images))
+                self._source = remembered.patched = tuple(map(_same_if_equal, self._source, images))
                 remembered.issuer = issuer
                 return
             self._counts.self_check_failures += 1
@@ -190,9 +197,9 @@ class Family:
                 self.alike = False
                 return
         # A set that changes nothing proves nothing.
-        if source not in self._checked:
-            self._checked.append(source)
-            if len(self._checked) > CHECKS:
+        if source not in self._compared:
+            self._compared.append(source)
+            if len(self._compared) > CHECKS:
                 self._join(remembered)
 
     def _join(self, checked: Known) -> None:
@@ -211,7 +218,7 @@ class Family:
             if len(remembered.whole) == len(self._layers):
                 remembered.patched = remembered.whole[0]
                 remembered.whole = {}
-        self._latest = checked.patched or self._latest
+        self._source = checked.patched or self._source
 
     def _remember(self, key: Hashable | None, remembered: Known) -> None:
         if key is None:

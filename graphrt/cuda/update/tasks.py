@@ -50,7 +50,8 @@ _FIXED_ATTRIBUTES = (2, 4)
 
 
 class TaskHandle:
-    """The nodes of one captured task, and the attributes that no update may change (`fixed`)."""
+    """The nodes of one captured task, by which it is updated: `fixed` are the attributes of each
+    node that no update may change. `stream` is that of the capture, `tasks` all of the graph."""
 
     def __init__(
         self,
@@ -64,8 +65,9 @@ class TaskHandle:
         self.fixed = list(fixed)
         self.stream = stream
         self.kinds = [node.kind for node in self.nodes]
-        # None where a node's arguments cannot be read.
+        # The captured parameters; None where a node's arguments cannot be read.
         self.bases: Images | None = None
+        # The memory that the captured parameters point to; made at the first update that differs.
         self.homes: Homes | None = None
 
     def captured_as(self, images: Sequence[Image | None]) -> None:
@@ -182,7 +184,9 @@ class GraphTasks:
         self.ladder = Ladder(calls, counts)
         self._recorder = recorder
         self._counts = counts
+        # None before the first update.
         self._families: list[Family] | None = None
+        # Indices of the tasks whose parameters the driver does not tell.
         self._unreadable: list[int] = []
 
     def add(self, nodes: Sequence[int]) -> TaskHandle:

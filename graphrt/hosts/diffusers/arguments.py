@@ -89,6 +89,8 @@ def shapes_of(signature: Signature) -> str:
 
 
 class _OfTensor(NamedTuple):
+    """A tensor in a signature: calls differ by its shape, and not by its values."""
+
     name: str
     shape: torch.Size
     dtype: torch.dtype
@@ -113,6 +115,8 @@ class Template:
 
 
 class _Place(NamedTuple):
+    """Stands for a tensor in a `Template`: number `at` of the call's tensors."""
+
     at: int
 
 

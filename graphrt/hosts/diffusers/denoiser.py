@@ -50,6 +50,7 @@ from graphrt.hosts.diffusers.modules import ModulePicture, global_hook
 from graphrt.platforms import Platform, get_platform
 
 _ONE = Batch(1, 1)
+"""The batch of every call: a runner here has one size, that of its signature."""
 _CREDIT = 8.0
 _HITS_FOR_A_CAPTURE = 8
 """A capture costs a handful of eager calls, so replays must earn it. The first ones are free, as a
@@ -124,12 +125,14 @@ class DenoiserForward:
         self.__wrapped__ = self.eager
         self.counts = DenoiserReport()
         self._name = name
+        # The names of the forward's positional arguments; the first has the latents.
         self._names = _positional(type(module).forward) or ["hidden_states"]
         self._pool = pool
         self._max_batch = max_batch
         self._most = most
         # Each capture takes one, and replays earn them back.
         self._credit = _CREDIT
+        # The module as its graphs have seen it; None while there are no graphs.
         self._picture: ModulePicture | None = None
         # A text in place of a runner says why its capture failed.
         self._runners: OrderedDict[Signature, GraphRunner[Any] | str] = OrderedDict()
@@ -173,6 +176,7 @@ class DenoiserForward:
 
     def _serve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._most:
+            # `close` was called.
             return self.eager(*args, **kwargs)
         if torch.is_grad_enabled():
             return self._eagerly(EagerReason.GRADIENTS, "", args, kwargs)

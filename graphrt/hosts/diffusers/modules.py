@@ -34,6 +34,7 @@ from graphrt.core.trust.places.walk import is_library
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _INNER = ("_parameters", "_buffers", "_modules", *_HOOKS)
 _TORCHS = frozenset(vars(torch.nn.Module()))
+"""Attributes that torch gives to every module."""
 
 MOST_VALUES = 10_000
 """The most values that one attribute of a module may lead to: a call compares some 10 million a
@@ -64,6 +65,7 @@ class ModulePicture:
         self._containers, self._readers = walk.containers, walk.readers
         self._copies = [container.copy() for container in self._containers]
         self._read = self._read_now()
+        # Members that are compared by identity, in three lists for C: container, key, value.
         self._held: list[Any] = []
         self._keys: list[Any] = []
         self._same: list[Any] = []
@@ -78,7 +80,8 @@ class ModulePicture:
                     self._keys.append(key)
                     self._same.append(value)
         self._in_memory = [tensor for tensor in self._tensors if _has_address(tensor)]
-        self._placed = self._placed_now()
+        # The addresses, shapes, strides and dtypes of these tensors.
+        self._placements = self._placements_now()
         self.hook = next(_hooks_of(module), None)
         """The hook that a replay would leave out, if there is one."""
         self.unseen = walk.unseen
@@ -97,7 +100,7 @@ class ModulePicture:
         except (RuntimeError, ValueError, TypeError, LookupError):
             # A tensor or an array was replaced by another: their == is no bool.
             return False
-        return self._placed == self._placed_now()
+        return self._placements == self._placements_now()
 
     def equals(self, other: ModulePicture) -> bool:
         """Whether graphs captured for one picture serve the other: containers may be new ones of
@@ -110,10 +113,10 @@ class ModulePicture:
             same
             and len(self._tensors) == len(other._tensors)
             and all(map(is_, self._tensors, other._tensors))
-            and self._placed == other._placed
+            and self._placements == other._placements
         )
 
-    def _placed_now(self) -> list[list[object]]:
+    def _placements_now(self) -> list[list[object]]:
         return [[*map(part, self._in_memory)] for part in tree.PLACEMENT]
 
     def _read_now(self) -> list[list[Any]]:
@@ -132,6 +135,7 @@ class _Walk:
         self.unseen: str | None = None
         parts = dict(module.named_modules())
         modules = {id(part) for part in parts.values()}
+        # ids of the modules, and of objects that were walked already.
         self.entered = modules | {id(vars(part)) for part in parts.values()}
         self._kept: list[object] = []
         for path, part in parts.items():

@@ -28,6 +28,7 @@ MaskMaker = Callable[[Any, torch.Tensor, torch.Tensor], Any]
 
 _TEXT = ("input_ids", "attention_mask", "token_type_ids")
 _SHORT = 4
+"""Tokens of the texts in the short eager runs."""
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
@@ -67,6 +68,7 @@ class Buckets:
             for name, each in self._random(1, _SHORT).items()
         }
         """The dtype of each input, and the shape of one picture; of a text it is ()."""
+        # Name of an output -> the dimension that is a length, to be cut; None: it has none.
         self._cut = {
             name: _first_other(shape, shapes[1][name]) for name, shape in shapes[0].items()
         }

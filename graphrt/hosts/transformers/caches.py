@@ -42,13 +42,16 @@ _PAST = "the cache keeps past states, to be cropped"
 
 
 class Residence:
-    """Says whether the layers of one `KeptCache` are in the memory, and in how many of its rows."""
+    """Says whether the layers of one `KeptCache` are in the memory (`attached`), and in how many of
+    its `most_rows` rows. The layers share it, so all of them leave at once."""
 
     def __init__(self, most_rows: int, attached: bool = True) -> None:
         self.most_rows = most_rows
         self.rows = 0
+        """Rows of the sequences; 0 before the first prompt."""
         self.attached = attached
         self.why_left = TAKEN
+        """Why the layers are not in the memory, once they are not."""
         self.layers: list[Any] = []
 
     def takes(self, rows: int) -> bool:
@@ -75,7 +78,9 @@ class KeptLayer(DynamicLayer):  # type: ignore[misc]
 
     def __init__(self, memory: LayerMemory, residence: Residence, **arguments: int) -> None:
         self._memory, self._residence = memory, residence
+        # Tokens of the sequence so far.
         self._seen = 0
+        # "keys" and "values" -> the layer's own tensors, once the cache has left the memory.
         self._tensors: dict[str, torch.Tensor] = {}
         super().__init__(**arguments)
 
@@ -375,6 +380,7 @@ class KeptCache(DynamicCache):  # type: ignore[misc]
         layers = [_kept(layer, self.residence) for layer in memory.layers]
         self.residence.layers = layers
         Cache.__init__(self, layers=layers)
+        # A layer that counts the tokens; None in a model without keys.
         self.counted = next((each for each in layers if isinstance(each, KeptLayer)), None)
 
     @property
@@ -592,8 +598,8 @@ class StepBoth(StepLayer, StepStates):
 
 
 class _Offset:
-    """The position of a step's first token, which is never 0. transformers asks on the host whether
-    it is 0, as in a prompt; with a tensor that question would wait for the device."""
+    """The position of a step's first token, `length`, which is never 0. transformers asks on the
+    host whether it is 0, as in a prompt; with a tensor that question would wait for the device."""
 
     def __init__(self, length: torch.Tensor) -> None:
         self._length = length

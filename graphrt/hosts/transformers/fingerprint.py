@@ -99,6 +99,7 @@ class Fingerprint:
         for _, module in modules:
             if module.__dict__.get("config") is not None:
                 by_config.setdefault(id(module.__dict__["config"]), module)
+        # (module, the values of its config) for each config.
         self._configs = [(each, _config_facts(each, unread)) for each in by_config.values()]
         self._unread = unread
         self._classes = [*{type(module): None for _, module in modules}]
@@ -106,6 +107,7 @@ class Fingerprint:
         names = {getattr(each, "_attn_implementation", None) for each in configs}
         self._attentions = sorted(name for name in names if isinstance(name, str))
         self._code = self._code_now()
+        # The index of the module that a look at some modules begins with.
         self._next = 0
 
     def first_change(self, count: int | None = None) -> str | None:
@@ -164,6 +166,7 @@ class _Seen:
         ]
         # Kept alive: a new object might get the id of one that was freed.
         self._objects = [*state.values()]
+        # Identities are compared first, as that is fast; values only where these differ.
         self._look, self._facts = self._identities(), [*_facts(module, unread)]
 
     def is_same(self) -> bool:

@@ -44,13 +44,16 @@ class ModelGraphs(Seam):
         self.max_batch, self.max_len = max_batch, max_len
         self.steps: StepGraphs | None = None
         self._arguments = arguments
+        # The model's own methods.
         self._generate: Callable[..., Any] = model.generate
         self._prepare: Callable[..., Any] = model._prepare_cache_for_generation
         self._signature = Signature(model, self._forward)
         # Held by the one call of `generate` that may have the memory.
         self._lease = threading.Lock()
         self._calls = _Calls()
+        # A weak reference to the cache that is in the memory.
         self._holder: Callable[[], KeptCache | KeptPair | None] = _nobody
+        # The sequences of `prefill` and `step`.
         self._loop: _Loop | None = None
 
     def _methods(self) -> dict[str, Callable[..., Any]]:
@@ -194,6 +197,7 @@ class ModelGraphs(Seam):
                 else:
                     counts.note(f"graphrt says {dispatch.reason.name}")
                 return steps.output(call, logits, cache)
+            # One token for a cache in the memory without rows is a prompt of one token.
             if is_step and (cache.rows or not cache.attached):
                 counts.note(reason or NO_GRAPHS)
             else:
@@ -367,7 +371,8 @@ class _Call:
 
 
 class _Calls(threading.local):
-    """The calls of `generate` under way in a thread."""
+    """The calls of `generate` under way in a thread. The last of `stack` is the innermost: code
+    that `generate` runs may call it again."""
 
     def __init__(self) -> None:
         self.stack: list[_Call] = []

@@ -29,6 +29,7 @@ class LayerShape:
     """(1, heads, positions, width), as are the values."""
     values: torch.Tensor | None = None
     conv: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    """Convolution states by transformers' index of them, as are the recurrent ones."""
     recurrent: Mapping[int, torch.Tensor] = field(default_factory=dict)
     slides: bool = False
     """Whether attention looks at the last positions alone."""

@@ -38,7 +38,7 @@ class ModelReport:
 
 
 class Counts:
-    """The counts of one model; each reason is logged when it is first met."""
+    """The counts of one model, as in `ModelReport`; each reason is logged when it is first met."""
 
     def __init__(self, model: str) -> None:
         self.served = 0

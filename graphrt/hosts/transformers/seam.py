@@ -38,12 +38,16 @@ class Seam(ABC):
 
     def __init__(self, model: Any) -> None:
         self.model = model
+        # Why there are no graphs; None if there are.
         self._refused: str | None = "captured nothing yet: recapture() does"
         self._counts = Counts(type(model).__name__)
+        # A forward that the instance had already; None if it has that of its class.
         self._models_own: Callable[..., Any] | None = model.__dict__.get("forward")
+        # Name of a replaced method -> the instance's attribute before; None if it had none.
         self._before: dict[str, Any] = {}
         # Held by a call that uses the graphs or their memory.
         self._using = threading.RLock()
+        # The model at the capture, and the first part of it that has changed since.
         self._captured: Fingerprint | None = None
         self._changed: str | None = None
 

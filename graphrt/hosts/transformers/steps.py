@@ -80,10 +80,12 @@ class StepGraphs:
         encoded = signature.encode(max_batch, encoder_len, tokens)
         probe_cache = signature.new_cache()
         probe = self._run(tokens[:1, :2], None, _rows_of(encoded, 1), probe_cache)
+        # The class of the forward's output, and whether it has `DELTAS`.
         self._output = _output_of(probe, signature)
         self._has_deltas = signature.planes is not None and hasattr(probe, DELTAS)
         self.memory = Memory(shapes_of(_decoder(probe_cache)), max_batch, max_len, device, window)
         self.cross: Memory | None = None
+        """Keys and values of an encoder's outputs; None without an encoder."""
         if encoded is not None:
             length = max_encoder_len if signature.masks_encoder else encoded.length
             shapes = shapes_of(probe_cache.cross_attention_cache)
@@ -91,6 +93,7 @@ class StepGraphs:
         # On the host: a runner copies them to its graphs.
         self._row_numbers = torch.arange(max_batch, device="cpu")
         self._position_numbers = torch.arange(max_len, device="cpu")
+        # The batch of a step by its rows.
         self._batches = [Batch(max(rows, 1)) for rows in range(max_batch + 1)]
         self._takes_positions = signature.positions is not None
         has_states = any(layer.states() for layer in self.memory.layers)
@@ -101,6 +104,7 @@ class StepGraphs:
         """Whether the model, given no positions, counts all earlier tokens, padding too."""
         self.known = signature.served
         """Arguments that a graph takes, or that the model reads in prompts alone."""
+        # The config for `grouped`; None if the model's attention stays as it is.
         self._attention = attention_of(signature.model)
         self._pool = GraphPool(device.type, device=device)
         self._runners: dict[int, GraphRunner[torch.Tensor]] = {}  # by tokens of a row
@@ -404,9 +408,10 @@ class _Step(nn.Module):
         self._masks_encoder = signature.masks_encoder
         # Beside an encoder this call copies the config, which a trace cannot do.
         self._config = signature.model.config.get_text_config(decoder=True)
-        self._more: dict[str, Any] = {"use_cache": True, "return_dict": True}
+        # Arguments that are the same in all steps.
+        self._fixed: dict[str, Any] = {"use_cache": True, "return_dict": True}
         if "logits_to_keep" in signature.names:
-            self._more["logits_to_keep"] = count
+            self._fixed["logits_to_keep"] = count
         if encoded is not None:
             # No step reads their values: the cache of cross-attention has what steps need.
             states = encoded.outputs[0]
@@ -424,7 +429,7 @@ class _Step(nn.Module):
         memory, cross, size = self._memory, self._cross, rows.shape[0]
         tokens_name, positions_name, cache_name = self._names
         step_cache = StepCache(memory, rows, length, self._count)
-        call = {**self._more, tokens_name: tokens, cache_name: step_cache}
+        call = {**self._fixed, tokens_name: tokens, cache_name: step_cache}
         if positions is not None and positions_name is not None:
             # A runner pads the first dimension of an input, so planes are its last one.
             call[positions_name] = positions if positions.dim() == 2 else positions.permute(2, 0, 1)

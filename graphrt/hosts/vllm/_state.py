@@ -17,10 +17,12 @@ class State:
 
     def __init__(self) -> None:
         self.serving = False
+        """Whether graphrt is installed into vLLM: wrappers that are made now are graphrt's."""
         self.eager = EagerSteps()
         self.table = Table()
         self.steps = Steps(self.eager, self.table)
         self.count: Callable[[Any], object] = _count_nothing
+        """Called with the wrapper of each capture, for vLLM's own counter."""
         self.pools = Pools(
             lambda wrapper: self.count(wrapper), self.table, lambda: save(self.report())
         )

@@ -64,8 +64,11 @@ class _BreakableCalls:
 
     def __init__(self, runnable: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         check_config(vllm_config)
+        # Mode -> graphrt's wrapper for it.
         self._inner: dict[GraphMode, Any] = {}
+        # vLLM's handle of the pool.
         self._handle: Any = None
+        # The context of the present call, and its arguments that are None.
         self._step: ForwardContext | None = None
         self._left_out: dict[str, None] = {}
         super().__init__(runnable, vllm_config, *args, **kwargs)  # type: ignore[call-arg]

@@ -21,7 +21,8 @@ from graphrt.hosts.vllm.wrapper import check_config, offloading, trials
 
 
 class FullGraph:
-    """Stands in for a `torch.cuda.CUDAGraph`; the graph that it replays is destroyed with it."""
+    """Stands in for a `torch.cuda.CUDAGraph`: vLLM keeps it and calls `replay`. The graph is
+    destroyed with it; `filled` says whether one was captured."""
 
     __slots__ = ("__weakref__", "filled", "replay")
 
@@ -70,6 +71,8 @@ def _joined(hooks: Any) -> Any:
 
 
 class _Join:
+    """Hooks of which only the end of a capture does something: it calls `join`."""
+
     def __init__(self, join: Callable[[], object]) -> None:
         self.end_of_capture = join
 
@@ -91,6 +94,8 @@ class TorchWithGraphs:
 
 
 class _CudaWithGraphs:
+    """`torch.cuda` with another `CUDAGraph` and `graph`."""
+
     def __init__(self, new_graph: Callable[..., Any], capturing: Callable[..., Any]) -> None:
         self.CUDAGraph = new_graph
         self.graph = capturing
@@ -107,8 +112,10 @@ class FullCaptures:
     """
 
     def __init__(self) -> None:
+        # vLLM's manager whose `capture` runs, and its descriptor of the forward created last.
         self._manager: Any = None
         self._key: Any = None
+        # The graph of the open `torch.cuda.graph` block, and vLLM's handle of its pool.
         self._open: FullGraph | None = None
         self._handle: Any = None
 

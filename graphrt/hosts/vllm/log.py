@@ -16,6 +16,7 @@ class Captures:
     """Counts of what was captured, for one line of the log."""
 
     def __init__(self) -> None:
+        # By mode: graphs or pieces, and the batches that have some.
         self.graphs: Counter[str] = Counter()
         self._batches: dict[str, set[BatchDescriptor]] = {}
 
@@ -44,6 +45,7 @@ class EagerSteps:
     100th... time. Wrappers call `not_replayed` for a step whose graph they do not have."""
 
     def __init__(self) -> None:
+        # By the text of the log, and by graphrt's reason.
         self.counts: Counter[str] = Counter()
         self.reasons: Counter[Reason] = Counter()
 

@@ -28,6 +28,7 @@ class SharedPool:
         self.graphs = GraphPool(handle=handle)
         self.graphs.on_capture = on_capture
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Wrappers and FULL graphs that capture into it."""
         self._keyed: KeyedGraphs | None = None
 
     def keyed(
@@ -57,12 +58,15 @@ class Pools:
         self._on_end = on_end
         self._pools: dict[Any, SharedPool] = {}
         self._count = count
+        # The open session: its stack (None: no session), a session in each pool, vLLM's stream.
         self._stack: ExitStack | None = None
         self._sessions: list[CaptureSession] = []
         self._stream: Any = None
         self._captures = Captures()
         self.largest = 0
+        """Tokens of the largest captured batch."""
         self.last: Any = None
+        """The handle that was used last."""
 
     def use(self, handle: Any, user: Any) -> SharedPool:
         """The pool of a handle, used by `user` until `leave` or its end."""

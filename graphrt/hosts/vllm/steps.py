@@ -27,6 +27,7 @@ class Steps:
     def __init__(self, eager: EagerSteps, table: Table) -> None:
         self.eager = eager
         self._table = table
+        # (mode, vLLM's descriptor) -> the context, and the row that counts its steps.
         self._steps: dict[tuple[str, Any], tuple[ForwardContext, Row]] = {}
 
     def of(self, mode: Any, descriptor: Any) -> ForwardContext:

@@ -48,9 +48,12 @@ class Row:
     """Device graphs: 1, or one for each piece."""
     capture_s: float = 0.0
     began_s: float = 0.0
+    """When the first of them was captured, by `perf_counter`."""
     pool_bytes: int | None = None
+    """Bytes by which the pool grew, as the driver's memory by `driver_bytes`; None if unknown."""
     driver_bytes: int | None = None
     session: int = 0
+    """The number of the session that captured them."""
 
 
 class Figures(NamedTuple):
@@ -67,8 +70,11 @@ class Table:
 
     def __init__(self) -> None:
         self._rows: dict[tuple[GraphMode, BatchDescriptor], Row] = {}
+        # How many sessions of captures have begun.
         self._session = 0
+        # Pool -> its figures before the next capture.
         self._before: WeakKeyDictionary[GraphPool, Figures] = WeakKeyDictionary()
+        # When the last capture ended, or the session began.
         self._last_s: float | None = None
 
     def row(self, mode: GraphMode, descriptor: BatchDescriptor) -> Row:

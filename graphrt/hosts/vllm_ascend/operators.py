@@ -38,6 +38,7 @@ class OperatorWatch(ThreadMode):
     def __init__(self, workspace: torch.Tensor | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._workspace = workspace
+        # Operators since the last `take`.
         self._seen: list[Issued] = []
 
     def handle(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -23,10 +23,12 @@ class Site:
     def __init__(self, sites: Sites, tokens: int, event: Any) -> None:
         self.sites = sites
         self.tokens = tokens
+        """The token count under which the host finds the site."""
         self.event = SiteEvent(self, event)
         self.params: Any = None
         self.group: Any = None
         self.issued: Issued | None = None
+        """The attention operator with its last arguments; None if it was not seen."""
         self.task: CapturedTask | None = None
         # The arguments of the replay before, kept alive as the device may still read them.
         self.before: Issued | None = None
@@ -61,9 +63,13 @@ class Sites:
     def __init__(self, params: Any, recording: Recording) -> None:
         self.params = params
         self.workspaces: dict[int, Any] = {}
+        """Token count -> the scratch memory that the host has put there."""
         self.issued: list[Site] = []
+        """The sites that have ended, in order."""
         self._recording = recording
+        # `workspaces` for after the capture: references that keep none of the graph's memory.
         self._kept: dict[int, Any] = {}
+        # The site that has begun and not ended.
         self._open: Site | None = None
         self._watch = OperatorWatch()
 

@@ -77,10 +77,12 @@ class ACLGraphWrapper:
         )
         self.use_eagle = use_eagle
         self.enable_enpu = enable_enpu
+        # graphrt's wrapper, made at the first call that captures; the context of its last call.
         self._graphs: GraphWrapper | None = None
         self._context: ForwardContext | None = None
         # A graph that was updated before its call, and the engine's context for which it was.
         self._ahead: tuple[Segment, Any] | None = None
+        # vLLM's descriptor of a captured graph -> graphrt's.
         self._descriptors: dict[Any, BatchDescriptor] = {}
         self._entries = Entries(self._check_idle, self._drop)
         self.engine.wrappers().add(self)

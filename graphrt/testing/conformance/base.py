@@ -22,6 +22,7 @@ from graphrt.core.runner.runner import GraphRunner
 
 FULL, PIECEWISE, NONE = GraphMode.FULL, GraphMode.PIECEWISE, GraphMode.NONE
 D4, D2 = BatchDescriptor(4), BatchDescriptor(2)
+"""Descriptors of 4 and of 2 tokens."""
 
 
 class ConformanceBase:
@@ -29,6 +30,7 @@ class ConformanceBase:
     devices whose backend is young can run the suite."""
 
     platform: Platform
+    """The platform under test, which a subclass sets."""
 
     @pytest.fixture(autouse=True)
     def _available(self) -> None:

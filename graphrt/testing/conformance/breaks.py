@@ -37,6 +37,7 @@ _LIBRARY.impl("attend", _attend, "CompositeExplicitAutograd")
 
 class BreakConformance(ConformanceBase):
     def breaking(self, function: Any) -> tuple[Counting, Any]:
+        """`function` counted, and an eager break that calls it."""
         counted = Counting(function)
         return counted, eager_break(lambda *args: counted(*args))
 

@@ -34,6 +34,8 @@ from graphrt.testing.conformance.base import (
 
 @dataclass
 class Outputs:
+    """A result whose tensors are nested in a data class and its dict."""
+
     hidden: torch.Tensor
     extra: dict[str, Any]
 

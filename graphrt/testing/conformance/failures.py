@@ -17,7 +17,7 @@ from graphrt.testing.conformance.base import FULL, PIECEWISE, ConformanceBase
 
 
 class Boom(Exception):
-    pass
+    """The error of a forward that fails on purpose."""
 
 
 class FailureConformance(ConformanceBase):

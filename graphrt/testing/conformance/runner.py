@@ -29,7 +29,8 @@ def attention(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 class RunnerConformance(ConformanceBase):
     def runner(self, **options: Any) -> GraphRunner:
-        """A runner of (x + 1) * y * 2 + the number of runs; the product is an eager part."""
+        """A runner of (x + 1) * y * 2 + the number of runs; the product with y is an eager part.
+        Its forward raises while `self.fail` is true."""
         self.counter = self.tensor(0)
         self.fail = False
 

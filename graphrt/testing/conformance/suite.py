@@ -24,4 +24,5 @@ class PlatformConformance(
     TaskConformance,
     RunnerConformance,
 ):
-    """Set `platform`; tests of capabilities that it lacks are skipped and say so."""
+    """All conformance tests, for the author of a platform: set `platform` in a subclass. Tests of
+    capabilities that it lacks are skipped and say so."""

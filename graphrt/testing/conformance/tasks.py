@@ -243,7 +243,7 @@ class TaskConformance(ConformanceBase):
 
 
 class Boom(Exception):
-    pass
+    """The error of an update that fails on purpose."""
 
 
 def fail_in(issue: Any, layer: int) -> Any:

@@ -70,14 +70,18 @@ class FlashInferAttention(AttentionBackend):
         `block_table`, `context_lens` and `query_start_loc` name the runner's inputs."""
         super().__init__(shape)
         self.device_reads = 0
+        # The names of these inputs of the runner.
         self._inputs = block_table, context_lens, query_start_loc
         library = load("flashinfer", "flashinfer-python")
         buffers = Buffers.allocate(max_reqs, max_blocks, workspace_bytes, device)
         self._wrappers = wrappers_of(library, shape, dtype, buffers)
         self._eager_wrapper = self._wrappers.eager()
+        # Requests of a captured size -> the wrapper of its graph.
         self._decode_wrappers: dict[int, Any] = {}
+        # The wrapper that `build` has planned for this step, and the step's tokens.
         self._planned_wrapper: Any = None
         self._live_tokens = 0
+        # The lengths of the next step, if the host has set them.
         self._next_lengths: Lengths | None = None
 
     def get_cudagraph_support(self) -> AttentionSupport:

@@ -40,11 +40,15 @@ _WATCHING = ("graphrt.core.", "graphrt.compile.")
 
 
 class CalledSources:
-    """`digests` of the operators and functions that `graph` calls; `unknown` could not be read."""
+    """Describes the code that `graph` calls and Dynamo did not trace, for the key of the cache.
+
+    `digests` are those of operators and functions by name; `unknown` names what could not be read.
+    """
 
     def __init__(self, graph: fx.GraphModule, sources: TracedSources) -> None:
         self._values = Values(sources)
         self._digests: dict[str, list[str]] = {}
+        # Operators that are described already, and functions that were run with fake tensors.
         self._operators: set[Any] = set()
         self._watched: set[Any] = set()
         for each in graph.modules():

@@ -46,10 +46,11 @@ VARIABLES_NOT_IN_KEY = {
 
 @dataclass
 class Compilation:
-    """One compilation: its options, its trace and its device."""
+    """One compilation, of which a key is made: its options, its trace and its device."""
 
     options: CompileOptions
     codes: Sequence[CodeType]
+    """The code objects that Dynamo traced."""
     graph: fx.GraphModule
     device: torch.device
     small: Sequence[tuple[str, int]] = ()
@@ -101,6 +102,7 @@ def _sources(compilation: Compilation) -> dict[str, str]:
 
 
 Groups = dict[str, dict[str, Any]]
+"""A group of `PARTS` -> name -> value, as JSON types."""
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ class TracedSources:
 
     def __init__(self) -> None:
         self.unreadable: dict[str, None] = {}
+        # Name of a module -> digests of its traced functions and of its file.
         self._digests: dict[str, set[str]] = {}
         self._seen: set[CodeType] = set()
 

@@ -50,14 +50,18 @@ from graphrt.compile.cache.key.sources import (
     texts_in,
 )
 
+# Types whose `repr` or `str` tells the whole value.
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, range, type(Ellipsis))
 _NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
 _WHOLE_IN_REPR = (re.Pattern, operator.attrgetter, operator.itemgetter, operator.methodcaller)
 _NUMBERS = (int, float, complex, str, bytes, bytearray, Decimal, Fraction)
+# Types whose objects count by their class alone: compiled code does not depend on their state.
 _STATELESS = (logging.Logger, logging.LoggerAdapter, torch.library.Library, torch.SymInt)
 _ARGUMENTS = (torch.dtype, torch.layout, torch.memory_format, SimpleNamespace, *_NUMBERS[5:])
-"""Besides plain ones; a device has another number on every rank."""
+"""Arguments of running code that are described, besides plain ones. Not devices: a device has
+another number on every rank, and the ranks share a key."""
 _ENVIRONMENT = frozenset({"environ", "getenv"})
+# Larger tensors and containers are not read. They count as unknown, so the code is not kept.
 _MOST_BYTES = 1 << 24
 _MOST_ITEMS = 10_000
 _TRITON = ("fn", "kernel", "src", "configs", "keys", "values", "do_not_specialize", "noinline")
@@ -73,8 +77,10 @@ class Values:
     def __init__(self, sources: TracedSources) -> None:
         self.unknown: list[str] = []
         self._sources = sources
+        # (id of a value, the names that count, `_state_counts`) -> its text.
         self._described: dict[tuple[int, Names, bool], str] = {}
         self._alive: list[object] = []  # another object could get the id of a freed one
+        # Whether values of objects count; not in `runs`, whose function reads them at run time.
         self._state_counts = True
 
     def of(self, value: Any, names: Names = frozenset()) -> str:
