@@ -1,4 +1,4 @@
-"""Compiled modules of a forward: announced, or refused where they take part in a capture."""
+"""Compiled modules that a forward calls: named to the runner, or refused at the capture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What is in the key of what is called and not traced, each by itself; `edits.py` has starts."""
+"""Which values of functions and operators that are called, not traced, enter the cache key.
+
+Whole starts of a process are in `edits.py`."""
 
 from __future__ import annotations
 
@@ -214,7 +216,7 @@ class Finalized:
         self.itself = None
 
 
-def test_finalizers_of_garbage_that_is_collected_meanwhile_do_not_count() -> None:
+def test_finalizers_of_garbage_collected_during_tracing_leave_the_key() -> None:
     def body(x: Any) -> Any:
         gc.collect()
         return x * 2

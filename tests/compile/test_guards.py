@@ -207,7 +207,7 @@ class Columns(Scaled):
 
 @pytest.mark.parametrize("change", [_half, _transposed, _fewer_rows])
 @pytest.mark.parametrize("sealed", [False, True])
-def test_a_weight_that_becomes_another_kind_in_place_is_named(change, sealed):
+def test_a_weight_changed_in_place_to_another_dtype_or_layout_is_named(change, sealed):
     model = Columns().eval()
     compiled = compile_module(model, ["x"], in_place=False)
     compiled(rows())
@@ -221,7 +221,7 @@ def test_a_weight_that_becomes_another_kind_in_place_is_named(change, sealed):
             told()
 
 
-def test_a_global_tensor_that_becomes_another_kind_in_place_is_named():
+def test_a_global_tensor_changed_in_place_to_another_dtype_is_named():
     table = torch.ones(4)
     model = Scaled().eval()
 
@@ -253,7 +253,7 @@ class Several(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [Halves, Second, Several])
-def test_a_forward_without_a_way_for_one_row_compiles_and_a_call_with_one_is_named(kind):
+def test_a_forward_that_fails_for_a_single_row_compiles_and_refuses_single_rows(kind):
     model = kind()
     compiled = compile_module(model, ["x"], in_place=False)
     for size in (4, 2, 6):
@@ -267,7 +267,7 @@ def test_a_forward_without_a_way_for_one_row_compiles_and_a_call_with_one_is_nam
     assert torch.equal(compiled(x), model(x))
 
 
-def test_an_argument_that_was_none_and_is_a_tensor_now_is_named_by_its_type():
+def test_an_argument_that_changes_from_none_to_a_tensor_is_named():
     def forward(x, mask=None):
         return x.sin() if mask is None else x * mask
 

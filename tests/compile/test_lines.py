@@ -1,4 +1,4 @@
-"""What a capture refuses of compiled code is named by the line of the forward."""
+"""Errors of a capture or trace of compiled code name the line of the forward."""
 
 from __future__ import annotations
 

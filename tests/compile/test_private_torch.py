@@ -1,5 +1,5 @@
-"""The door to what is not public in torch: every name is there, is found late, and is nowhere else
-in graphrt.compile."""
+"""The folder that looks up private names of torch: it declares every name, looks each up when it is
+used, and no other module of graphrt.compile uses one."""
 
 from __future__ import annotations
 

@@ -30,24 +30,24 @@ def check_seeds(first: int, count: int, backend: str, device: str, cache_dir: st
     assert refused <= max(1, count / 10)
 
 
-def test_some_random_models_are_right(tmp_path):
+def test_some_random_models_give_eager_results_or_are_refused(tmp_path):
     check_seeds(0, 12, "eager", "cpu", str(tmp_path))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("first", range(0, 1000, 100))
-def test_random_models_are_right(first, tmp_path):
+def test_many_random_models_give_eager_results_or_are_refused(first, tmp_path):
     check_seeds(first, 100, "eager", "cpu", str(tmp_path))
 
 
 @pytest.mark.long
 @needs_compiler
 @pytest.mark.parametrize("first", range(1000, 1100, 10))
-def test_random_models_are_right_through_inductor(first, tmp_path):
+def test_random_models_give_eager_results_through_inductor(first, tmp_path):
     check_seeds(first, 10, "inductor", "cpu", str(tmp_path))
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("first", range(2000, 2025, 5))
-def test_random_models_are_right_on_a_gpu(first, tmp_path):
+def test_random_models_give_eager_results_on_a_gpu(first, tmp_path):
     check_seeds(first, 5, "inductor", "cuda", str(tmp_path))

@@ -340,7 +340,7 @@ def test_a_sliced_tensor_whose_stride_the_forward_reads_is_compiled_with_that_st
             compiled(x)
 
 
-def test_the_stride_of_a_single_row_is_ignored_where_the_forward_does_not_read_strides():
+def test_the_stride_of_a_single_row_is_ignored_unless_the_forward_reads_strides():
     compiled = compile_module(lambda x: x * 2, ["x"])
     compiled(torch.randn(4, 4))
     cut = torch.randn(1, 8)[:, :4]

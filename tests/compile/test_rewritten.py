@@ -1,4 +1,4 @@
-"""A forward that writes the value which is there changes nothing; another value is refused."""
+"""A forward may assign an attribute the value it has; a different value is refused."""
 
 from __future__ import annotations
 

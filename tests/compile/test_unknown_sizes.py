@@ -113,7 +113,7 @@ def test_a_forward_with_the_advised_torch_check_compiles(kind, dynamic_shapes):
 
 
 @pytest.mark.parametrize("dynamic_shapes", ["backed", "unbacked"])
-def test_a_write_to_a_slice_of_unknown_size_is_right_or_advises_a_torch_check(dynamic_shapes):
+def test_a_write_to_a_slice_of_unknown_size_works_or_advises_torch_check(dynamic_shapes):
     model = Written()
     compiled = compiled_of(model, dynamic_shapes)
     x, said = torch.randn(5, 4), ""

@@ -238,7 +238,7 @@ def test_an_out_variant_that_computes_a_different_result_is_not_used(monkeypatch
     assert same(out, x.exp())
 
 
-def test_a_binding_that_issues_another_operator_is_not_used(monkeypatch):
+def test_a_python_binding_that_calls_a_different_operator_is_not_used(monkeypatch):
     monkeypatch.setattr(lowering, "_bindings", lambda name: (torch._C._VariableFunctions.expm1,))
     x = torch.randn(5)
     graph, out = capture(lambda: x.exp())

@@ -216,7 +216,7 @@ def test_an_eager_break_may_make_nested_tensors():
 
 
 @pytest.mark.parametrize("inference", [False, True])
-def test_repeats_with_a_given_output_size_pass(inference):
+def test_repeat_interleave_with_a_given_output_size_is_captured(inference):
     graph, out = capture(lambda: X.repeat_interleave(REPEATS, output_size=5), inference=inference)
     graph.replay()
     assert out.tolist() == X.repeat_interleave(REPEATS).tolist()
@@ -257,7 +257,7 @@ def test_two_threads_may_capture_at_once():
     assert sorted(results) == [[2.0 * i + 3] * 4 for i in range(4)]
 
 
-def test_a_failed_forward_leaves_nothing_and_the_next_capture_passes():
+def test_a_failed_forward_leaves_no_mode_and_the_next_capture_works():
     arena = Arena()
     kept, _ = capture(lambda: X + 1, arena=arena)
     before = arena.live_bytes
@@ -348,7 +348,7 @@ def test_a_nested_output_is_refused():
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("check", ["off", "sample"])
-def test_a_nested_tensor_that_the_forward_holds_is_refused_or_read_in_an_eager_break(check):
+def test_a_nested_tensor_of_the_forward_is_read_only_in_an_eager_break(check):
     held = torch.nested.nested_tensor([torch.ones(3), torch.ones(4)])
 
     def read() -> torch.Tensor:

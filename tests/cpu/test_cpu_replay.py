@@ -85,7 +85,7 @@ def test_replay_does_not_depend_on_the_modes_of_the_caller(inference):
         assert not out.requires_grad
 
 
-def test_a_graph_captured_in_inference_mode_replays_outside_of_it():
+def test_a_graph_captured_in_inference_mode_replays_outside_inference_mode():
     with torch.inference_mode():
         cache, x = torch.zeros(4), torch.ones(4)
 
@@ -119,7 +119,7 @@ def test_an_output_that_the_caller_keeps_is_not_overwritten():
     assert out.tolist() == ((x + 1) * 2).tolist()
 
 
-def test_a_block_dropped_inside_a_capture_is_used_again_inside_it():
+def test_a_block_dropped_inside_a_capture_is_reused_in_that_capture():
     x, addresses = torch.ones(100), []
 
     def forward():

@@ -1,4 +1,4 @@
-"""Forwards that take another way while they are captured, as transformers' do on a GPU."""
+"""Forwards that call other operators while they are captured, as transformers' do on a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forwards that ask whether gradients, or inference mode, are on."""
+"""Forwards that branch on whether gradients, or inference mode, are on."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_forward_that_asks_for_grad_mode_gives_eager_results_in_every_mode(for
                 assert not runner(x=x).requires_grad
 
 
-def test_a_step_with_gradients_says_why_it_is_eager():
+def test_a_step_in_another_grad_mode_runs_eagerly_with_a_reason():
     runner = runner_of(asks_for_gradients)
     x = torch.ones(4, WIDTH)
     with torch.no_grad():

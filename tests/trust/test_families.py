@@ -64,7 +64,7 @@ def test_a_cache_that_grows_is_named_before_it_gives_a_wrong_token(device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ROPES)
-def test_frequencies_that_follow_the_length_are_right_or_refused_with_their_line(name, device):
+def test_rope_frequencies_that_follow_the_length_are_right_or_refused_with_their_line(name, device):
     outcome = families.decode(name, device)
     if not outcome.findings:
         check_clean(outcome)

@@ -1,4 +1,4 @@
-"""What random programs have found in watching, trying and putting back."""
+"""Bugs that random programs found in watching runs, in trials and in restoring state."""
 
 from __future__ import annotations
 

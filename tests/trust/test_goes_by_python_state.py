@@ -1,4 +1,4 @@
-"""Forwards that go by Python values that are no numbers, which their own calls move."""
+"""Forwards that branch on Python values other than numbers, which their own calls change."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ LONG = [text_that_gets_long, tuple_that_gets_long, position_in_a_tuple]
 
 
 @pytest.mark.parametrize("make", SHORT + LONG)
-def test_a_forward_that_branches_on_a_changing_python_value_is_named_at_its_first_trial(make):
+def test_a_forward_that_branches_on_a_changing_python_value_is_named_at_first_trial(make):
     right, ran, said, _ = served(make, STEPS * 5)
     assert right and set(ran) == {Reason.QUARANTINED}
     assert len(said) == 1 and "moves a Python value and does something else" in said[0]

@@ -108,7 +108,7 @@ def test_an_overwritten_output_with_a_gradient_raises():
         saved.sum().backward()
 
 
-def test_a_step_with_gradients_is_a_replay():
+def test_a_step_whose_input_requires_a_gradient_is_replayed():
     runner = runner_of(Layer())
     for rows in (4, 3, 2, 1, 4, 3):
         runner(x=torch.randn(rows, WIDTH))

@@ -116,7 +116,7 @@ def _no_grad() -> Iterator[None]:
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 @pytest.mark.parametrize("each", PROGRAMS, ids=lambda each: each.name)
-def test_after_a_change_each_step_is_right_or_the_change_is_named_within_a_bound(
+def test_after_a_change_steps_are_right_or_the_change_is_named_in_time(
     each: Program, mode: str
 ) -> None:
     torch.manual_seed(0)
@@ -608,7 +608,7 @@ def test_operators_that_depend_on_the_batch_size_are_no_host_change(order) -> No
         assert runner.last_dispatch.reason is Reason.HIT
 
 
-def test_a_change_before_the_first_step_is_still_found_at_a_fourth_step_with_metadata() -> None:
+def test_a_change_before_the_first_step_is_found_at_the_fourth_with_metadata() -> None:
     holder = SimpleNamespace(bound=100.0)
 
     def forward(x: torch.Tensor) -> torch.Tensor:
@@ -626,7 +626,7 @@ def test_a_change_before_the_first_step_is_still_found_at_a_fourth_step_with_met
     assert runner.report().trust.trials[0].status == "quarantined"
 
 
-def test_a_change_that_is_undone_before_a_graph_is_used_costs_it_nothing() -> None:
+def test_a_change_undone_before_a_graph_is_used_costs_no_trial() -> None:
     net = Net()
     runner = runner_of(net)
     steps = Steps(runner, net)

@@ -189,7 +189,7 @@ def test_an_unknown_level_in_the_options_is_refused_by_name():
         GraphOptions(check="sometimes")
 
 
-def test_sample_tries_one_step_in_64():
+def test_level_sample_tries_one_step_in_64():
     runner = captured(Model(), "sample", sizes=(2,))
     step(runner, 2)
     step(runner, 1)
@@ -262,7 +262,7 @@ def test_at_levels_sample_and_always_no_step_skips_the_checks(level):
     assert not any(runner._engine.is_clear(*pair) for pair in pairs)
 
 
-def test_graphs_captured_by_steps_are_tried_by_the_same_steps():
+def test_a_lazily_captured_graph_is_tried_by_the_step_that_captured_the_graph():
     runner = runner_of(Model(), options={"lazy": True})
     for count in SERVED:
         step(runner, count)
@@ -285,7 +285,7 @@ def quarantined(level: str = "capture", **more: Any) -> tuple[Model, GraphRunner
 
 
 @pytest.mark.parametrize("level", LEVELS[1:])
-def test_a_graph_that_fails_is_quarantined_with_its_kind_and_its_batches_run_eagerly(level):
+def test_a_failing_graph_quarantines_its_variant_whose_batches_then_run_eagerly(level):
     _, runner = quarantined(level)
     served = runner.report().reasons[Reason.HIT]
     with warnings.catch_warnings():
@@ -304,7 +304,7 @@ def test_a_graph_that_fails_is_quarantined_with_its_kind_and_its_batches_run_eag
     assert sum(trials(runner).values()) == 1
 
 
-def test_a_step_that_runs_eagerly_is_no_hit_of_any_graph():
+def test_a_quarantined_step_does_not_count_as_a_graph_hit():
     _, runner = quarantined()
     before = sum(runner.report().steps.values())
     tokens = runner.report().live_tokens
@@ -397,7 +397,7 @@ def drawn() -> list[object]:
 
 
 @pytest.mark.parametrize("level", LEVELS[1:])
-def test_with_strict_a_failed_trial_raises_and_the_step_has_run_once_or_not_at_all(level):
+def test_with_strict_a_failed_trial_raises_and_the_step_runs_at_most_once(level):
     model, runner = stateful(level, options={"strict": True})
     runner.capture()
     model.capturing = False
@@ -410,7 +410,7 @@ def test_with_strict_a_failed_trial_raises_and_the_step_has_run_once_or_not_at_a
         runner(x=rows(1))
 
 
-def test_with_strict_a_step_that_raises_leaves_the_state_as_before():
+def test_with_strict_a_step_that_raises_leaves_state_unchanged():
     model, runner = stateful(options={"strict": True})
     runner.capture()
     model.capturing = False
@@ -420,7 +420,7 @@ def test_with_strict_a_step_that_raises_leaves_the_state_as_before():
     assert [*drawn(), model.calls, model.state.tolist()] == before
 
 
-def test_an_error_of_the_forward_in_a_trial_is_raised_with_the_state_as_before():
+def test_an_error_of_the_forward_in_a_trial_is_raised_and_state_restored():
     model, runner = stateful()
     model.capturing = False
     runner.capture()
@@ -461,7 +461,7 @@ def test_recapture_and_release_end_a_quarantine(ends):
     assert trials(runner) == TRIED["capture"]
 
 
-def test_a_further_capture_ends_no_quarantine():
+def test_a_second_capture_call_does_not_end_a_quarantine():
     _, runner = quarantined()
     runner.capture()
     step(runner, 4)
@@ -645,7 +645,7 @@ def test_two_runners_try_equal_example_batches_whatever_the_random_seed():
     assert all(map(torch.equal, first.values, second.values))
 
 
-def test_examples_of_each_kind_and_mode_are_tried():
+def test_examples_of_each_variant_and_mode_are_tried_in_capture():
     made = Examples()
     captured(Model(), host=Host(example=made), variants=("a", "b"), sizes=(2, 8))
     assert sorted((b.variant, b.num_tokens) for b in made.batches) == [
@@ -699,7 +699,7 @@ def position(model: SimpleNamespace) -> Callable[..., torch.Tensor]:
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_a_failing_example_is_raised_and_leaves_nothing(strict):
+def test_a_failing_example_raises_at_capture_and_leaves_no_graphs(strict):
     model = SimpleNamespace(state=torch.zeros(2), calls=0)
     options = {"strict": strict}
     runner = runner_of(position(model), host=Host(example=example_of), options=options)
@@ -735,7 +735,7 @@ def test_an_example_with_wrong_inputs_is_named_and_leaves_no_graphs(made, error,
     assert runner.last_dispatch.reason is Reason.NOT_CAPTURED
 
 
-def test_an_example_that_raises_leaves_nothing():
+def test_an_example_function_that_raises_leaves_no_graphs():
     def make(batch: Batch, generator: torch.Generator) -> Example:
         raise ZeroDivisionError("the host's")
 
@@ -746,7 +746,7 @@ def test_an_example_that_raises_leaves_nothing():
 
 
 @pytest.mark.parametrize("made", [3, "step", example_of(Batch(1), torch.Generator())])
-def test_an_example_that_cannot_be_called_is_refused_at_once(made):
+def test_an_example_that_is_not_callable_is_refused_at_construction(made):
     with pytest.raises(InvalidOptionError, match="the argument 'example'"):
         Host(example=made)
 

@@ -1,4 +1,4 @@
-"""What is reported of runs names tensors, shapes and counts, and holds nothing of what was run."""
+"""Reports and warnings name tensors, shapes and counts, and quote no value of an input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What eager parts note of live rows, and what they note beside a clock, is nothing wrong."""
+"""Values that eager parts record of live rows, or beside a clock, cause no quarantine."""
 
 from __future__ import annotations
 

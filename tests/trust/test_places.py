@@ -497,7 +497,7 @@ def test_a_changed_number_is_put_back_where_its_holder_is_writable(live):
 @pytest.mark.parametrize(
     "live", [in_closure, in_global, in_dict, in_ordered_dict, in_slot, in_class], ids=name
 )
-def test_an_emptied_slot_is_missing_and_can_be_emptied_and_filled(live):
+def test_an_emptied_attribute_reads_as_missing_and_can_be_set_again(live):
     forward, path, _ = live(7)
     place = next(place for place in places_of(forward).numbers if place.path == path)
     place.set(MISSING)
@@ -638,7 +638,7 @@ def test_replaced_code_of_a_function_is_reported():
     assert looked.broken() == ["forward.__code__"]
 
 
-def test_the_number_that_makes_a_sliding_cache_wrong_is_named():
+def test_the_advanced_position_of_a_sliding_cache_is_named():
     model = Model()
     places = places_of(model)
     before = values_of(places)

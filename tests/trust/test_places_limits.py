@@ -166,7 +166,7 @@ def test_dict_keys_with_a_custom_hash_are_found_by_identity():
     assert MISSING in values_of(places)
 
 
-def test_a_tensor_of_a_subclass_that_moved_is_seen():
+def test_a_moved_tensor_of_a_subclass_is_reported():
     class Marked(torch.Tensor):
         pass
 

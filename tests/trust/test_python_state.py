@@ -661,7 +661,7 @@ def test_a_trial_of_padding_needs_every_input_to_differ_from_its_padding():
 
 
 @pytest.mark.parametrize("pad", [1.0, "repeat"])
-def test_rows_equal_to_a_nonzero_pad_value_do_not_count_as_a_trial_of_padding(pad):
+def test_rows_equal_to_a_nonzero_pad_value_are_no_trial_of_padding(pad):
     spec = InputSpec(torch.float32, ("tokens", WIDTH), pad=pad)
     runner = runner_of(lambda x: x - x.mean(0), inputs={"x": spec})
     for count in (4, 3, 8, 5):

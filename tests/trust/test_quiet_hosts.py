@@ -1,4 +1,5 @@
-"""Hosts that change much, and nothing that matters: no word, no quarantine, and trials end."""
+"""Hosts that change Python state which no result depends on: no warning, no quarantine, and trials
+end."""
 
 from __future__ import annotations
 

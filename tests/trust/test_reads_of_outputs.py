@@ -1,4 +1,4 @@
-"""What one runner hands out to the forward of another one is no memory that the other one reads."""
+"""Outputs of one runner that the forward of a second runner uses are not listed as its reads."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def test_values_taken_after_a_run_can_be_restored_later(first, second):
 
 
 @pytest.mark.parametrize("name", ["add_", "index_copy_"])
-def test_a_run_without_memory_for_the_copy_does_not_stop_the_next_from_saving(name, monkeypatch):
+def test_after_a_memory_error_in_a_copy_the_next_run_is_saved(name, monkeypatch):
     base, saves = fresh(), SavedWrites(MUCH)
     before = bits(base)
 
@@ -232,7 +232,7 @@ def test_rows_written_by_several_runs_are_saved_only_once():
     assert saves.bytes == 8 * 4
 
 
-def test_rows_along_another_dimension_or_by_other_indices_are_saved_too():
+def test_writes_by_index_along_any_dimension_are_saved_and_restored():
     state, saves = torch.zeros(4, 4, 4), SavedWrites(MUCH)
     one, two = index(1, 2), index(0, 3)
     writes: list[Callable[[], Any]] = [
@@ -253,7 +253,7 @@ def test_rows_along_another_dimension_or_by_other_indices_are_saved_too():
         assert not state.any()
 
 
-def test_rows_beyond_the_limit_are_an_error_that_names_the_line_before_they_are_written():
+def test_rows_beyond_the_limit_raise_naming_the_line_before_any_write():
     state, saves = torch.zeros(100, 8), SavedWrites(95)
     fill = lambda *rows: state.index_fill_(0, index(*rows), 1.0)  # noqa: E731
     with pytest.raises(StateTooLargeError, match=r"96 bytes.*test_saved_writes.py") as raised:

@@ -390,7 +390,7 @@ def test_an_error_in_a_run_that_only_the_trial_makes_is_a_note(drawing_step, n):
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, torch.OutOfMemoryError])
 @pytest.mark.parametrize("n", [n for n in range(1, len(DRAWN) + 1) if n not in LOUD])
-def test_an_interrupt_or_lack_of_memory_in_a_trial_run_is_raised_and_the_model_restored(
+def test_an_interrupt_or_memory_error_in_a_trial_is_raised_and_the_model_restored(
     drawing_step, n, error
 ):
     before = everything(drawing_step.model)
@@ -427,7 +427,7 @@ def test_eager_runs_that_differ_by_rounding_are_noted_as_not_deterministic():
 
 
 @pytest.mark.parametrize(("times", "fails"), [(3, False), (6, True)])
-def test_a_replay_may_be_a_few_times_as_far_off_as_eager_from_itself(times, fails):
+def test_a_replay_may_differ_a_few_times_more_than_eager_runs_differ(times, fails):
     model, eager = Model(), iter([0.0, 1e-3])
     step = FakeStep(
         model,
@@ -442,7 +442,7 @@ def test_a_replay_may_be_a_few_times_as_far_off_as_eager_from_itself(times, fail
 
 
 @pytest.mark.parametrize(("times", "fails"), [(3, False), (6, True)])
-def test_state_left_by_a_replay_may_be_a_few_times_as_far_off_as_eager_state(times, fails):
+def test_state_left_by_a_replay_may_differ_a_few_times_more_than_eager_state(times, fails):
     model, eager = Model(), iter([0.0, 1e-4])
     out = torch.ones(LIVE, 2)
 
@@ -521,7 +521,7 @@ def test_a_call_counter_used_only_in_an_assertion_is_no_failure():
     assert any("AssertionError: used up" in note for note in verdict.notes)
 
 
-def test_a_counter_that_runs_out_of_a_table_is_named_without_reading_out_of_bounds():
+def test_a_counter_used_as_index_is_named_without_reading_out_of_bounds():
     model = Model()
     table = torch.ones(8, 2)
 

@@ -1,4 +1,4 @@
-"""The judge itself: what it calls right, named, late and silent."""
+"""The harness of tests/trust: when an outcome counts as right, named, late or silent."""
 
 from __future__ import annotations
 

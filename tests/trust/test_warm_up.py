@@ -122,7 +122,7 @@ def test_containers_filled_only_by_host_and_platform_keep_their_items():
     assert model.bound == [4, 4, 2, 2, 1, 1]
 
 
-def test_a_tensor_replaced_by_every_run_is_put_back_and_a_first_call_table_stays():
+def test_a_tensor_replaced_by_every_run_is_put_back_and_a_first_table_stays():
     model = SimpleNamespace(last=torch.zeros(2), table=torch.zeros(2), calls=0)
     before = model.last
 
@@ -337,7 +337,7 @@ FINE = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_state_that_a_warm_up_makes_and_goes_on_from_is_refused(name):
+def test_state_made_by_a_warm_up_and_continued_by_later_runs_is_refused(name):
     with pytest.raises(PythonStateError, match="fills memory when it runs first") as raised:
         captured(state_made_by(*REFUSED[name]))
     assert "model.state" in str(raised.value)
@@ -428,7 +428,7 @@ def test_runs_that_infer_output_axes_leave_no_changed_python_number():
         assert runner.last_dispatch.reason is Reason.HIT
 
 
-def test_a_table_for_each_kind_of_batch_is_made_by_a_warm_up_of_that_kind():
+def test_a_table_for_each_kind_of_batch_is_made_in_its_own_warm_up():
     tables = {}
 
     @eager_break

@@ -1,4 +1,4 @@
-"""Watching for writes alone: what is written is saved at every run, whatever was seen before."""
+"""The watch for writes alone saves what is written at every run, also by operators seen before."""
 
 from __future__ import annotations
 
@@ -287,7 +287,7 @@ def test_lengths_that_every_run_advances_are_put_back_before_the_next_run():
     assert lengths.tolist() == [0, 0, 0]
 
 
-def test_writes_of_an_operator_defined_in_the_first_warm_up_are_put_back_at_smaller_sizes(
+def test_writes_of_an_operator_defined_in_a_warm_up_are_put_back(
     library,
 ):
     of_size = {size: torch.zeros(4) for size in (2, 4, 8)}
