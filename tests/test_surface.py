@@ -151,7 +151,7 @@ def test_every_public_class_and_function_has_a_docstring(module: str, name: str)
     assert own and not generated, f"{module}.{name}"
 
 
-def test_every_error_class_is_public_and_derives_from_graphrt_error() -> None:
+def test_every_error_class_is_public_and_derives_from_graphrterror_or_warning() -> None:
     errors = importlib.import_module("graphrt.core.base.errors")
     root = errors.GraphRTError
     for name, value in vars(errors).items():

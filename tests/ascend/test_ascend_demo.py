@@ -15,7 +15,7 @@ pytestmark = pytest.mark.npu
 
 
 @pytest.mark.parametrize("mode", [None, "FULL_DECODE_ONLY", "PIECEWISE", "FULL"])
-def test_every_mode_equals_eager_and_decode_steps_bring_their_lengths(monkeypatch, mode):
+def test_the_demo_on_an_npu_equals_eager_and_decode_steps_update_lengths(monkeypatch, mode):
     lengths: list[list[int]] = []
     updates = FusedDecodeAttention.updates
 

@@ -1,4 +1,4 @@
-"""A capture is begun, ended or taken back: what the device, the pool and the tasks are told."""
+"""Captures that begin, end or are aborted: the calls made on the device, the pool and the tasks."""
 
 from __future__ import annotations
 

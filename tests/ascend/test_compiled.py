@@ -19,7 +19,7 @@ pytestmark = pytest.mark.npu
 
 
 @pytest.mark.parametrize("own_wrappers", [True, False])
-def test_a_device_without_inductor_gets_eager_pieces_and_a_reason(tmp_path, own_wrappers):
+def test_compiling_without_inductor_gives_eager_pieces_and_a_reason(tmp_path, own_wrappers):
     torch.manual_seed(0)
     model = Llama(layers=3).to("npu")
     original = copy.deepcopy(model)
@@ -81,7 +81,7 @@ class CompiledDecoder(torch.nn.Module):
 
 @pytest.mark.parametrize("decode", [True, False])
 @pytest.mark.parametrize("own_wrappers", [True, False])
-def test_attention_behind_an_operator_is_a_task_in_one_graph_and_eager_between_pieces(
+def test_attention_operators_are_tasks_in_full_graphs_and_eager_between_pieces(
     decode, own_wrappers
 ):
     pool = GraphPool("ascend")

@@ -1,4 +1,4 @@
-"""If-nodes in a forward: see `conditions`."""
+"""If-nodes (`torch.cond`) inside of captured forwards on a simulated NPU: see `conditions`."""
 
 from __future__ import annotations
 

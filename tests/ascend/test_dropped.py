@@ -1,4 +1,4 @@
-"""Streams that run out in the middle of `capture()`: what fits serves, the rest is named."""
+"""Streams run out in the middle of `capture()`: what fits serves, dropped sizes are reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streams that run out at any count of them, in every mode: see `exhaustion`."""
+"""NPU streams run out during captures, at any number of free streams: see `exhaustion`."""
 
 from __future__ import annotations
 

@@ -228,7 +228,7 @@ def test_each_known_capture_failure_is_explained_with_its_cause_and_advice(name:
 
 
 @pytest.mark.parametrize("code", CAPTURE_CAUSES)
-def test_every_code_keeps_the_original_text_and_gives_one_advice(code: int) -> None:
+def test_each_capture_error_code_keeps_canns_text_and_gives_advice(code: int) -> None:
     cause = CAPTURE_CAUSES[code]
     explanation = explain(npu_error("aclSomething", code, "what CANN said"), environ={})
     assert type(explanation) is cause.kind

@@ -9,7 +9,7 @@ pytestmark = pytest.mark.npu
 
 
 @pytest.mark.parametrize("first", range(0, 20, 5))
-def test_first_steps_are_right_under_random_schedules(first):
+def test_the_first_steps_after_a_capture_are_right_under_random_schedules(first):
     need_simulator()
     # To start a process with torch_npu takes longer than the steps under one schedule.
     code = f"import first_steps; print(first_steps.under(range({first}, {first + 5})))"

@@ -118,7 +118,7 @@ def test_the_last_formula_revision_subtracts_full_graphs_before_pieces() -> None
 
 
 @pytest.mark.parametrize("mode", ["NONE", "FULL", "FULL_DECODE_ONLY"])
-def test_modes_without_pieces_keep_every_size(mode: str) -> None:
+def test_graph_modes_without_pieces_keep_every_capture_size(mode: str) -> None:
     assert update_aclgraph_sizes(SIZES, model(400, "dp", "tp"), mode=mode) == SIZES
 
 

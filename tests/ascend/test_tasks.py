@@ -24,7 +24,7 @@ pytestmark = pytest.mark.npu
 @pytest.mark.parametrize(
     ("layers", "count"), [(4, 300), (64, 40), pytest.param(64, 300, marks=pytest.mark.long)]
 )
-def test_steps_with_new_lengths_equal_eager(way, layers, count):
+def test_steps_with_new_attention_lengths_equal_eager(way, layers, count):
     protocol.equals_eager(layers, count, AscendPlatform(AscendOptions(**way)))
 
 

@@ -1,4 +1,4 @@
-"""What UNCHANGED repeats after a step that was refused, that failed, or that was an example."""
+"""Which lengths UNCHANGED repeats after a refused step, a failed step or a capture example."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ def test_update_first_makes_the_replay_wait_for_all_signals():
 
 
 @pytest.mark.parametrize("order", ["replay_first", "update_first"])
-def test_unchanged_tasks_are_signalled_and_not_issued(order):
+def test_unchanged_tasks_are_signalled_without_a_new_issue(order):
     world = World(order)
     told = world.replay(changed=False)
     assert [each for each in told if each.startswith("S1")] == [
@@ -453,7 +453,7 @@ def test_a_step_whose_update_stream_was_given_up_takes_another_stream():
 # Brackets ------------------------------------------------------------------------------------
 
 
-def test_the_group_of_a_failed_task_is_closed_once():
+def test_aborting_a_failed_task_twice_closes_its_group_once():
     npu = FakeNpu()
     groups, graph = Groups(npu), FakeGraph(npu)
     groups.abort(graph)

@@ -152,7 +152,7 @@ def test_a_hang_without_an_on_hang_callback_is_a_warning():
 
 
 @pytest.mark.npu
-def test_steps_that_end_in_time_are_never_reported():
+def test_the_watchdog_never_reports_steps_that_end_in_time():
     watched = Watched()
     todo = steps(60, most=8)
     expected = eager_outputs(watched.run, todo)

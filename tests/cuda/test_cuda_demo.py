@@ -43,7 +43,7 @@ def modes_of(text):
         ("FULL_DECODE_ONLY", "FULL", "NONE"),
     ],
 )
-def test_the_gpu_is_chosen_and_every_mode_equals_padded_eager(demo, mode, decode, mixed):
+def test_the_demo_chooses_the_gpu_and_every_mode_equals_padded_eager(demo, mode, decode, mixed):
     code, text = demo(mode=mode)
     assert code == 0, text
     assert " on cuda" in text.splitlines()[0]
@@ -52,7 +52,7 @@ def test_the_gpu_is_chosen_and_every_mode_equals_padded_eager(demo, mode, decode
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_a_checkpoint_in_bfloat16_equals_padded_eager(demo, tmp_path, name):
+def test_the_demo_with_a_bfloat16_checkpoint_equals_padded_eager(demo, tmp_path, name):
     checkpoints = importlib.import_module("tests.demo.tiny_checkpoints")
     checkpoints.write(tmp_path, checkpoints.CONFIGS[name])
     code, text = demo(model=tmp_path, sizes=[4, 16, 64])

@@ -181,7 +181,7 @@ def test_two_devices_replay_at_the_same_time():
     assert times[True] < 0.75 * times[False], times
 
 
-def test_a_pool_of_the_other_device_is_refused():
+def test_a_runner_with_a_pool_of_another_device_is_refused():
     pool = GraphPool(device=1)
     with pytest.raises(InvalidOptionError):
         GraphPool(device=0, stream=torch.cuda.Stream(1))

@@ -1,4 +1,4 @@
-"""Out of memory in the middle of `capture()`: what fits serves, the rest is named and retried."""
+"""Out of memory in the middle of `capture()`: graphs that fit serve, dropped sizes are retried."""
 
 from __future__ import annotations
 

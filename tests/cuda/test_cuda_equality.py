@@ -22,7 +22,7 @@ def llama() -> Any:
     return served
 
 
-def test_every_decode_batch_equals_padded_eager(llama):
+def test_every_llama_decode_batch_equals_padded_eager_bit_for_bit(llama):
     limits = llama.EngineLimits(MAX_REQS, 512, context=64, page_size=16, num_pages=1201)
     generator = torch.Generator().manual_seed(1)
     with llama.llama_runner(get_platform(PLATFORM), limits) as runner:
@@ -45,7 +45,7 @@ def test_every_decode_batch_equals_padded_eager(llama):
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_two_hundred_steps_of_prompts_and_decode_equal_padded_eager(llama, seed):
+def test_200_llama_prompt_and_decode_steps_equal_padded_eager_bit_for_bit(llama, seed):
     limits = llama.EngineLimits(16, 64, context=128, page_size=16, num_pages=129)
     sizes = (1, 2, 4, 8, 16, 24, 32, 48, 64)
     with llama.llama_runner(get_platform(PLATFORM), limits, sizes=sizes) as runner:

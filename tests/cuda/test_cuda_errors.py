@@ -1,4 +1,4 @@
-"""What cannot be captured is named, with the user's line, and nothing of it stays behind."""
+"""A forward that cannot be captured raises with the user's line and leaves no half-made graph."""
 
 from __future__ import annotations
 

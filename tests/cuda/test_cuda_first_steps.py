@@ -37,7 +37,7 @@ def runner(**keywords):
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 @pytest.mark.parametrize("kind", ["capture", "recapture", "lazy"])
 @pytest.mark.parametrize("same_stream", [True, False])
-def test_first_steps_are_right_on_any_stream_without_waiting(mode, kind, same_stream):
+def test_the_first_steps_after_a_capture_are_right_on_any_stream(mode, kind, same_stream):
     options = GraphOptions(lazy=kind == "lazy")
     for turn in range(4):
         run, forward, state = runner(mode=mode, options=options)

@@ -37,7 +37,7 @@ def free_bytes() -> Iterator[Callable[[], int]]:
     free_memory()
 
 
-def test_a_cache_of_most_of_the_device_is_captured_in_place(free_bytes):
+def test_capturing_with_a_device_filling_cache_copies_no_cache_memory(free_bytes):
     width = 1024
     rows = int(0.8 * free_bytes()) // (2 * width)
     cache = torch.zeros(rows, width, dtype=torch.bfloat16, device=DEVICE)

@@ -118,7 +118,7 @@ def test_work_of_another_thread_on_new_streams_is_not_captured(mode):
     pool.close()
 
 
-def test_torchs_allocator_reuses_memory_safely_across_a_stream_of_graphrt():
+def test_record_stream_keeps_memory_until_graphrts_stream_is_done():
     pool = GraphPool("cuda")
     for _ in range(3):
         x = torch.ones(1 << 20, device="cuda")

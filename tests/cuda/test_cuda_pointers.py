@@ -94,7 +94,7 @@ def kinds_of(graph):
 # What watching does not see -----------------------------------------------------------------------
 
 
-def test_a_tensor_that_only_a_raw_kernel_reads_is_found_and_named(table):
+def test_a_tensor_read_only_by_a_raw_kernel_is_reported_by_name(table):
     with captured_runner(with_table) as runner:
         unknown = unknown_of(runner)
         assert [block.address for block in unknown.blocks] == [table.untyped_storage().data_ptr()]

@@ -177,7 +177,7 @@ def test_steps_from_several_streams_run_in_order_with_their_inputs(mode: str) ->
         assert log.tolist() == expected
 
 
-def test_replay_hooks_run_around_every_graph_of_a_step() -> None:
+def test_capture_and_replay_hooks_run_for_every_graph() -> None:
     hooks = Hooks()
     with GraphRunner(
         lambda x: between(between(x + 1) + 1) + 1,

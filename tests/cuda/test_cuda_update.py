@@ -182,7 +182,7 @@ def test_a_broken_task_contract_raises_and_the_next_step_is_right(issue, text):
         assert torch.equal(updated(x=x, updates={"mix": {"row": 0}}), before)
 
 
-def test_a_task_that_raises_launches_nothing_and_the_next_step_is_right():
+def test_a_raising_task_launches_nothing_and_the_next_step_is_right():
     fail = [False]
 
     def issue(x, table, out, *, row):

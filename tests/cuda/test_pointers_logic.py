@@ -1,4 +1,4 @@
-"""Which words of a graph's nodes may be addresses, and which blocks they are found in."""
+"""Which words of a graph's nodes count as addresses, and which memory blocks they point into."""
 
 from __future__ import annotations
 

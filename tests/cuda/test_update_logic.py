@@ -1,4 +1,4 @@
-"""Which layers an update issues, what the others get, and the way down when the driver refuses."""
+"""Which layers an update issues, which are patched, and the fallbacks of refused updates."""
 
 from __future__ import annotations
 

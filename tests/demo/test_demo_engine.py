@@ -83,7 +83,7 @@ def test_a_random_load_generates_right_tokens_and_frees_all_pages(seed):
     assert sum(step.num_tokens for step in engine.steps) == sum(r.computed for r in requests)
 
 
-def test_mixed_batches_put_decode_first_and_chunk_long_prompts():
+def test_mixed_batches_take_decode_tokens_first_and_chunk_long_prompts():
     limits = EngineLimits(max_num_reqs=4, max_num_tokens=8, context=64, page_size=8, num_pages=33)
     runner = CheckingRunner(limits)
     engine = Engine(runner, limits)

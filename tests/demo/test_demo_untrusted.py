@@ -1,4 +1,4 @@
-"""Checkpoints from anywhere: nothing outside of their directory is read, nor what has no end."""
+"""Untrusted checkpoints: no file outside of their directory is read, and no endless file."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_tokenizer_that_is_a_link_out_of_the_directory_is_refused(checkpoint):
         Tokenizer(checkpoint, 300)
 
 
-def test_links_within_the_directory_are_followed(checkpoint):
+def test_links_within_the_checkpoint_directory_are_followed(checkpoint):
     (checkpoint / SHARD).rename(checkpoint / "real.safetensors")
     (checkpoint / SHARD).symlink_to("real.safetensors")
     assert load_checkpoint(checkpoint).config.num_layers == 2

@@ -1,4 +1,4 @@
-"""A fault at any place leaves nothing half-done; `python -m tests.faults` tries all of them."""
+"""An error injected at any place leaves a usable runner; `python -m tests.faults` tries all."""
 
 from __future__ import annotations
 

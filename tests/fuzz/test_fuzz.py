@@ -1,4 +1,4 @@
-"""Random programs: none may be wrong without a word, raise what is nobody's error, or crash."""
+"""Random programs: none may give a silent wrong result, raise an unnamed error, or crash."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps attend by groups of heads, and repeat no keys: what transformers' own attention gives."""
+"""Steps attend by groups of heads without repeated keys, and equal transformers' own."""
 
 from __future__ import annotations
 

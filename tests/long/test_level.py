@@ -1,4 +1,4 @@
-"""The rule that says what rises finds it, and lets what merely varies pass."""
+"""The rule for rising figures finds leaks, and accepts figures that merely vary."""
 
 from __future__ import annotations
 

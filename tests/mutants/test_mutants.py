@@ -1,4 +1,4 @@
-"""Mutants are what they say, and those that may survive are still lines of the code."""
+"""Mutants are single changes that parse, and the explained survivors still exist in the code."""
 
 from __future__ import annotations
 

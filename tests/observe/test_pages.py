@@ -1,4 +1,4 @@
-"""The page of a run: it names what is wrong, needs nothing else, and two runs are compared."""
+"""The HTML page of a run: its findings, no external resources, and the comparison of two runs."""
 
 from __future__ import annotations
 

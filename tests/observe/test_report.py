@@ -162,7 +162,7 @@ def test_the_padding_finding_names_only_the_sizes_that_pad():
     assert finding.advice.startswith("add 8 to sizes=, which saves 112 rows")
 
 
-def test_a_run_without_faults_has_no_findings():
+def test_a_report_of_a_run_without_faults_has_no_findings():
     runner = planted_runner()
     for _ in range(30):
         step(runner, 4)

@@ -122,7 +122,9 @@ def test_ranks_with_nccl_replay_the_same_graphs_for_random_batches(
 
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
-def test_a_rank_that_is_killed_is_named_within_the_time_out(tmp_path: Path, mode: str) -> None:
+def test_a_killed_rank_is_named_by_the_remaining_rank_within_the_timeout(
+    tmp_path: Path, mode: str
+) -> None:
     first, second = launch(tmp_path, mode, 500, dies_at=50)
     assert second == {}
     assert first["error"] == "RankLostError", first

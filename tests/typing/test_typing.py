@@ -1,4 +1,4 @@
-"""What mypy and pyright say of a host (consumer.py) that uses an installed wheel of graphrt."""
+"""Errors that mypy and pyright report for a host (consumer.py) of the installed graphrt wheel."""
 
 from __future__ import annotations
 

@@ -205,7 +205,7 @@ def test_calls_forbidden_in_a_capture_give_their_cann_error_codes() -> None:
     assert out.tolist() == [2] * 4
 
 
-def test_an_update_with_too_few_tasks_is_an_error() -> None:
+def test_a_simulated_update_with_too_few_tasks_raises_507000() -> None:
     x = torch.ones(4, device="npu")
 
     def two_tasks() -> Any:
@@ -226,7 +226,7 @@ def test_an_update_with_too_few_tasks_is_an_error() -> None:
     assert "507000" in first_line(update)
 
 
-def test_two_threads_that_update_on_one_stream_collide() -> None:
+def test_two_threads_updating_on_the_same_stream_get_107033() -> None:
     first, second = Attention(), Attention()
     stream, errors = first.updates, list[str]()
     torch.npu.graph_task_update_begin(stream, first.sites[0][4])
