@@ -20,6 +20,7 @@ NOT_FOUND = (IndexError, KeyError, TypeError, ValueError, RuntimeError)
 """Errors of comparing, hashing or looking up a batch with wrong fields: a tensor as variant."""
 NO_MODES: frozenset[GraphMode] = frozenset()
 _NO_BOUNDS: tuple[int, ...] = ()
+# For a check in C that all items of a tuple are ints.
 _INTS = frozenset({int})
 _new_tuple = tuple.__new__
 _count = partial(count_of, error=InvalidBatchError)
@@ -34,6 +35,8 @@ def _call_of(fields: BatchDescriptor | Batch) -> str:
 
 
 class _Named(NamedTuple):
+    """The fields of a `BatchDescriptor`, whose docstring describes them."""
+
     num_tokens: int
     num_reqs: int | None
     uniform: bool
@@ -127,6 +130,8 @@ class BatchDescriptor(_Named):
 
 
 class _Fields(NamedTuple):
+    """The fields of a `Batch`, whose docstring describes them."""
+
     num_tokens: int
     num_reqs: int | None
     query_len: int | None
@@ -301,6 +306,7 @@ def checked_variant(variant: Hashable) -> Hashable:
 
 
 def _checked_flag(name: str, value: object) -> bool:
+    """A flag of Python, of NumPy or in a tensor, as a bool; raises `InvalidBatchError`."""
     if str(getattr(value, "dtype", "")).endswith("bool"):
         return bool(value)
     if not isinstance(value, bool):

@@ -20,10 +20,13 @@ CHECK_LEVELS = ("off", "capture", "first", "sample", "always")
 """How much is checked, each level with all of those before it."""
 
 CHECK_VARIABLE = "GRAPHRT_CHECK"
+"""The variable of the environment that sets the level of a whole process."""
 
 _LEAST_STATE = 64 << 20
 _OF_FREE_MEMORY = 16
+"""Saved state may take a sixteenth of the free memory, and at least `_LEAST_STATE` bytes."""
 _MOST_WARMUPS = 1000
+"""More are a mistake: they would look like a capture that hangs."""
 
 
 @public("graphrt")

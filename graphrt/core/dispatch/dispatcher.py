@@ -34,11 +34,13 @@ COUNTED = 768
 counters."""
 AGREED_ON = 32
 """The most graphs agreed on by ranks whose ladders are kept."""
+# The reasons that this counts.
 _OF_DISPATCH = tuple(reason for reason in Reason if reason not in OF_CALLS)
 _INF = float("inf")
 _new_tuple = tuple.__new__
 _RUNTIME_MODES = frozenset(mode for mode in GraphMode if mode.is_runtime_mode)
 _NO_GRAPHS = Ladders(())
+# Classes of `agreed` that a remembered answer may have been given for.
 _AGREED = frozenset({BatchDescriptor, Dispatch, type(None)})
 # Constants: CPython 3.11 takes 0.07 us to load the member of an enum.
 _NONE, _PIECEWISE = GraphMode.NONE, GraphMode.PIECEWISE
@@ -65,7 +67,9 @@ class _Version:
     __slots__ = ("answers", "ladders")
 
     def __init__(self) -> None:
+        # a batch, or (batch, what ranks agreed on) -> the counter of its answer, and the answer.
         self.answers: dict[Any, tuple[Count, Dispatch]] = {}
+        # what ranks agreed on, None for nothing -> the graphs to choose from then.
         self.ladders: dict[Agreed | None, _Choice] = {}
 
 
@@ -86,17 +90,22 @@ class GraphDispatcher(Uncopied):
         `InvalidModeError` and `InvalidOptionError`.
         """
         self.mode = GraphMode.parse(mode)
+        # Whether `GRAPHRT_MODE=NONE` is set: then nothing is published.
         self._off = graphs_off()
         if self._off:
             self.mode = GraphMode.NONE
         self._lock = threading.RLock()
+        # slot -> the dispatch to the reserved graph there; and mode and descriptor -> slot.
         self._graphs: list[Dispatch] = []
         self._slots: dict[tuple[GraphMode, BatchDescriptor], int] = {}
+        # The slots of the graphs that serve batches.
         self._published: set[int] = set()
         # (slot, or the reason why there is none; live tokens) -> their counter.
         self._counts: dict[tuple[int | Reason, int], Count] = {}
+        # (slot, reason) -> the batches that were dispatched to the graph there and not replayed.
         self._not_replayed: Counter[tuple[int, Reason]] = Counter()
-        # The last step that a wrapper could not replay.
+        # The token of the last step that a wrapper could not replay, or its context: each piece of
+        # a step says so, and the step is counted once.
         self._last_missed: object = None
         # How many steps were not replayed, of all graphs and for all reasons.
         self.not_served = 0
@@ -215,6 +224,7 @@ class GraphDispatcher(Uncopied):
         return dispatch._replace(reason=Reason.FAILED)
 
     def _count(self, slot: int, reason: Reason) -> None:
+        """Count a batch that was dispatched to a graph and not replayed."""
         with self._lock:
             self._not_replayed[slot, reason] += 1
             self.not_served += 1

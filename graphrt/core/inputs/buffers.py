@@ -23,6 +23,7 @@ from graphrt.core.inputs.layout import InputLayout
 from graphrt.core.inputs.transport import InputTransport, Slab, StagedCopy
 
 _CACHED_LAYOUTS = 1024
+"""The most sizes whose layouts are kept: eager runs at any other size would add one each."""
 
 
 @final
@@ -65,6 +66,7 @@ class StaticInputs:
         dtypes = {name: spec.dtype for name, spec in self.declared.specs.items()}
         # Inputs of a dtype that has gradients.
         self.graded = [n for n, of in dtypes.items() if of.is_floating_point or of.is_complex]
+        # (tokens, requests) -> where the inputs of a batch of this size are.
         self._layouts: dict[tuple[int, int], InputLayout] = {}
         nbytes = InputLayout(self.declared.specs, tokens, reqs).nbytes
         with torch.inference_mode(False):

@@ -29,9 +29,10 @@ _FEW_BYTES = 1 << 18
 _MOST_LIKE, _MOST_MADE = 4, 16
 """How many guards are kept, and are ever made, for one number of rows: see `StepMoves.like`."""
 _CACHED_MOVES = 128
-"""Per layout: pairs of live tokens and requests."""
+"""The most pairs of live tokens and requests whose `StepMoves` one layout keeps."""
 
 Span = tuple[int, int]
+"""A part of the slab: of a move's `pads` (to, bytes), of `StepMoves.spans` (start, end)."""
 
 # `ctypes.memmove` releases the GIL, which costs more than copying few bytes. This one does not.
 copy_few = PYFUNCTYPE(None, c_void_p, c_void_p, c_size_t)(cast(memmove, c_void_p).value or 0)
@@ -55,6 +56,7 @@ class Field:
         inner = sizes[dim + 1 :] if axis is not None else sizes
         self.row_bytes = math.prod(inner) * spec.dtype.itemsize
         self.end = offset + self.blocks * self.rows * self.row_bytes
+        # The padded tensor in the slab that graphs read; `InputLayout.place` makes it.
         self.view: torch.Tensor
         # Whether a tensor is a lazy conjugate or negative, whose bits are not its values; None for
         # dtypes without these.
@@ -62,6 +64,7 @@ class Field:
         if spec.dtype.is_floating_point or spec.dtype.is_complex:
             self.lazy = tree.is_lazy if spec.dtype.is_complex else torch.Tensor.is_neg
         self.pad = spec.pad_value
+        # A tensor of one padding value on the host, whose bytes `pad_at` copies.
         self.element = torch.full((1,), self.pad, dtype=spec.dtype, device="cpu")
         octets = bytes(self.element.view(torch.uint8).tolist())
         self.octets = octets[:1] if len(set(octets)) == 1 else octets
@@ -162,11 +165,13 @@ class StepMoves:
             for each in self.fields
         ]
         self.names = [*map(itemgetter(0), self.rows)]
+        # The `kinds` of a step whose inputs are all in host memory.
         self.from_host = "h" * len(self.fields)
         # torch's guards of earlier inputs that could be copied as they are, with the `kinds` of
         # these: in one call a guard tells whether inputs are like them. Their number is limited: a
         # host that mixes many kinds of inputs would make one at every step.
         self.like: list[tuple[Callable[..., bool], str]] = []
+        # How many guards were made so far, at most `_MOST_MADE`.
         self._made = 0
         # If each input is one short copy: where to, and how many bytes. `copy_rows` then copies all
         # in one call.
@@ -174,6 +179,7 @@ class StepMoves:
         firsts = [move.copies[0] for move in self.fields if len(move.copies) == 1]
         if len(firsts) == len(self.fields) and all(b <= _FEW_BYTES for _, _, b in firsts):
             self.short = [to for to, _, _ in firsts], [c_size_t(b) for _, _, b in firsts]
+        # The inputs that have padding rows in such a step.
         self.padded = [move for move in self.fields if move.pads or move.repeats]
         self.fetch = layout.fetch
         # A transport keeps here what it prepared for such steps.
@@ -181,6 +187,7 @@ class StepMoves:
         # The compiled writer of the last such step, which native/replay.c calls first; None where
         # Python wrote it. It refuses inputs that are unlike those it was made for.
         self.alike: Any = None
+        # `spans` of a step whose inputs all come from the host.
         self.whole = self.spans(self.from_host)
 
     def expect_like(self, tensors: list[torch.Tensor], kinds: str) -> None:

@@ -26,8 +26,10 @@ MAX_SLOTS = 64
 """Steps that can be under way before the host waits for the oldest one's copy; fewer where so many
 slots would take more than `MAX_BYTES`."""
 MAX_BYTES = 32 << 20
+"""The most page-locked memory that the slots of one runner take: it cannot be swapped out."""
 
 _CACHED_VIEWS = 1024
+"""The most slices of a slab that are kept."""
 _Tensor = torch.Tensor
 _address_of = torch.Tensor.data_ptr
 
@@ -49,6 +51,7 @@ class Slab:
         self.nbytes = nbytes
         self.fields = fields
         self.device = buffer.device
+        # Its first address, and the one behind its last.
         self.low = buffer.data_ptr()
         self.high = self.low + nbytes
 
@@ -124,6 +127,7 @@ def sources_of(values: Mapping[str, Any], moves: StepMoves, slab: Slab) -> Sourc
 
 
 def _one_by_one(values: Mapping[str, Any], moves: StepMoves, slab: Slab) -> Sources:
+    """`sources_of` for inputs that are unlike earlier ones."""
     low, high = slab.low, slab.high
     tensors: list[torch.Tensor] = []
     addresses: list[int] = []
@@ -193,6 +197,7 @@ class StagedCopy(InputTransport):
         super().__init__(slab)
         self._platform = platform
         self._max_slots = max(2, min(max_slots, MAX_BYTES // max(1, slab.nbytes)))
+        # Page-locked slabs, the longest unused first, each with the event of its last copy.
         self._slots: deque[tuple[Slab, DeviceEvent | None]] = deque()
 
     def fill(

@@ -30,7 +30,7 @@ from graphrt.core.replay.tasks import (
 )
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
-"""What a function is called with."""
+"""The arguments that a function is called with, and its keywords."""
 
 
 @dataclass(eq=False, repr=False)
@@ -88,6 +88,7 @@ class EagerPart:
                 )
 
     def _deliver_tensor(self, path: str, recorded: torch.Tensor, result: torch.Tensor) -> None:
+        """`deliver`, of the one tensor at `path`."""
         if (
             recorded.shape != result.shape
             or recorded.dtype != result.dtype
@@ -153,8 +154,10 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 _AUTOCAST = "autocast on "
+"""The beginning of the name of a setting of autocast, before the kind of device."""
 _backends: Any = torch.backends
-# Looked up once: that takes ten times as long as asking, which a capture does at each eager part.
+# The parts of torch.backends that have a precision of float32. Looked up once: that takes ten times
+# as long as asking for the precision, which a capture does at each eager part.
 _FLOAT32 = (
     *(_backends.cuda.matmul, _backends.cudnn.conv, _backends.cudnn.rnn),
     *(_backends.mkldnn.matmul, _backends.mkldnn.conv, _backends.mkldnn.rnn),
@@ -356,6 +359,7 @@ class TaskTable:
         fitted: dict[object, HostValues] = {}
         # Kept alive, as their ids are keys: a mapping may make its values when it is asked.
         kept_alive = []
+        # ids of (new values, a task's old values) -> whether they differ.
         changes: dict[tuple[int, int], bool] = {}
         values = []
         for task in self.tasks:
@@ -376,8 +380,9 @@ class TaskTable:
 
 @public("graphrt.types")
 class Entry:
-    """What a wrapper replays for one descriptor: its parts, its outputs and the addresses of the
-    arguments that it reads."""
+    """What a wrapper replays for one descriptor: its `parts` in their order, its `outputs`, and as
+    `bound` the arguments that its graphs read, by path: see `bound_arguments`. A capture makes it;
+    a runner replays `graph` where there is one, other steps call `launch`."""
 
     # Slots, because C reads these at fixed offsets.
     __slots__ = ("__dict__", "graph", "unchecked")

@@ -31,6 +31,7 @@ HandedOut = list["Shell"]
 """The shells whose outputs the last step handed out, and the next one expires."""
 
 _Bases = tuple[dict[tuple[int, ...], torch.Tensor], dict[tuple[int, ...], torch.Tensor]]
+"""shape -> a tensor over a shell's storage: those made outside of inference mode, and in it."""
 _MOST_STEPS = 1024
 """Steps that one storage is used for. It keeps a list of the times that it was sent to other
 processes, which would grow without end."""
@@ -119,6 +120,7 @@ class Shell:
     def __init__(self, tensor: torch.Tensor) -> None:
         # An alias, as `tensor` may be given other memory later. It does not keep pool memory.
         self._like = tensor.detach()
+        # Where the memory of the output begins.
         self._address = tensor.untyped_storage().data_ptr()
         self._empty = _empty(tensor.dtype, tensor.device)
         # The storage that tensors are handed out over, and the number by which torch names it.
@@ -127,8 +129,8 @@ class Shell:
         # Tensors over it that are never handed out themselves, by inference mode and by shape: a
         # step's tensor is the `data` of one.
         self._bases: _Bases = ({}, {})
-        # The references to the storage, and to its Python object, while no caller holds it; and
-        # both numbers for a storage with one base.
+        # How many references there are to the storage, and to its Python object, while no caller
+        # holds it; and both numbers for a storage with one base, counted once for all storages.
         self._alone = self._references = 0
         self._of_first = 0, 0
         # How many more steps the storage may be used for.
@@ -211,6 +213,7 @@ class Shell:
         return storage_use_count(self._cdata), getrefcount(storage)
 
     def _over(self, shape: tuple[int, ...]) -> torch.Tensor:
+        """A new tensor of a shape over the storage."""
         fresh: torch.Tensor = self._empty.new()
         like = self._like
         return fresh.set_(self._storage, like.storage_offset(), shape, like.stride())
@@ -226,6 +229,7 @@ _Prepared = tuple[tuple[Handout, Shape, BatchDims], ...]
 
 
 def _live_shapes(prepared: _Prepared, tokens: int, reqs: int) -> list[Shape]:
+    """The shape of the live rows of each tensor."""
     shapes = []
     for _, shape, dims in prepared:
         live = list(shape)
@@ -306,6 +310,7 @@ class LiveOutputs:
         return self.last_prepared[1]
 
     def _prepare(self, outputs: Any) -> _Prepared:
+        """What hands out each tensor of these outputs; raises `OutputError`."""
         prepared = []
         for path, leaf in tree.leaves(outputs):
             if isinstance(leaf, torch.Tensor):

@@ -64,12 +64,13 @@ def in_turn(pool: GraphPool, owner: object, call: Callable[[], T]) -> T:
 
 
 OnCapture = Callable[[Any, BatchDescriptor], object]
-"""What is called after a capture, with the wrapper and the descriptor."""
+"""Called after a capture, with the wrapper and the descriptor."""
 
 
 # Process-wide because a fork is. In a forked child `_LEFT_BEHIND` owns all pools of the parent for
 # good: another thread of the parent may have been inside of a step, and the device does not know
-# the child.
+# the child. `_pools` are all open or closed pools, `_left_behind` those of the parent; it is empty
+# where nothing was forked.
 _LEFT_BEHIND: Final = "the parent of this process"
 _pools: weakref.WeakSet[GraphPool] = weakref.WeakSet()
 _left_behind: list[GraphPool] = []
@@ -106,6 +107,7 @@ class HoldsGraphs(Protocol):
 
 
 _NOWHERE_ELSE: Final[AbstractContextManager[object]] = nullcontext()
+"""In place of a change of the current device, where there is only one."""
 
 _NO_STEP: Final = object()
 """What `PieceSteps.without_graph` is until there is such a step."""
@@ -240,6 +242,7 @@ class PoolStreams:
         self.read_id: Callable[[], int] | None = None
         if Capability.STREAMS in platform.capabilities:
             self.read_id = platform.stream_id_reader()
+        # The stream that used the pool last, and its id; None before the first use.
         self.last: Any = None
         self.last_id: int | None = None
 
@@ -270,6 +273,7 @@ class PoolHolders:
     def __init__(self) -> None:
         self.captures = 0
         self._each: weakref.WeakSet[HoldsGraphs] = weakref.WeakSet()
+        # The sessions of the host that have begun and not ended.
         self._sessions: list[CaptureSession] = []
 
     def __iter__(self) -> Iterator[HoldsGraphs]:
@@ -303,7 +307,9 @@ class CaptureSession:
 
     def __init__(self, pool: GraphPool) -> None:
         self._pool = pool
+        # What ends the session.
         self._undo = Undo()
+        # The pool's count of captures, and its bytes, when this was made.
         self._captures, self._bytes = pool.captures, pool.bytes()
 
     def __enter__(self) -> CaptureSession:
@@ -574,7 +580,7 @@ class GraphPool(errors.Uncopied):
         self._leave_step(None)
         with self.capture_lock, self.on_device():
             self.platform.release_memory(self.memory)
-        # A lent stream can then go to another pool.
+        # A stream that was lent to this pool can then go to another one.
         self.streams.for_captures = None
         # Last: before it, an interrupt would leave memory that no further call gives back.
         self.memory = _GIVEN_BACK

@@ -57,6 +57,7 @@ class _Kind:
     """
 
     def __init__(self, inputs: Differing) -> None:
+        # Whether no step of this kind has been tried yet.
         self.untried = True
         # path -> how many trials have passed with another Python value there.
         self.passed = Counter[str]()
@@ -94,6 +95,7 @@ class _Graph(TriedGraph):
     the host has changed some."""
 
     kind: _Kind = field(default_factory=lambda: _Kind({}))
+    """Shared by all graphs of one mode and kind."""
     to_try: bool = False
     """Whether its next step is tried in any case."""
     doubts: int = 0
@@ -105,7 +107,8 @@ class _Graph(TriedGraph):
 
     @property
     def is_wanted(self) -> bool:
-        """Whether its next step is a trial."""
+        """Whether its next step is a trial: it is due, it is the first of its kind, the host has
+        changed a value, or the forward has changed one that fewer than `_PASSED` trials had."""
         passed = min(map(self.kind.passed.__getitem__, self.moved), default=_PASSED)
         return self.to_try or passed < _PASSED or bool(self.changed) or self.kind.untried
 
@@ -160,7 +163,8 @@ class _Graph(TriedGraph):
 
 class Ambient:
     """Compares torch's settings, such as autocast, with those at capture, which graphs have baked
-    in. `holds` is a few calls of torch where nothing at all has changed.
+    in. `looks` has an answer for each step, `differences` names what has changed. `holds` is a few
+    calls of torch where nothing at all has changed.
 
     The number of threads is not compared: a replay depends on it no more than an eager step does.
     Nor are gradients and inference mode, unless the forward `asks` for them.
@@ -168,9 +172,11 @@ class Ambient:
 
     def __init__(self, device_type: str) -> None:
         self._device_type = device_type
+        # Whether the forward asks for gradients or inference mode: these are then compared too.
         self._asks = False
         # Graphs have no gradients, whatever was on around their capture.
         asked = {"gradients": False, "inference mode": torch.is_inference_mode_enabled()}
+        # name of a setting -> its value at capture.
         self._captured = self._now() | asked
         self._accept()
 
@@ -208,17 +214,21 @@ class Ambient:
         return map(gt, modeless, each_call(torch_names.count_dispatch_modes))
 
     def _accept(self) -> None:
+        """Take the present settings for those of the capture: `_guard` says whether torch's own
+        are still the same, `_modes` are the function and dispatch modes."""
         guard = torch_names.state_guard
         self._guard: Callable[[], bool] = guard().check if guard else self._equal
         self._modes = self._modes_now()
 
     def _equal(self) -> bool:
+        """`holds`, by comparing the settings one by one."""
         return self._now().items() <= self._captured.items()
 
     def _modes_now(self) -> list[object]:
         return [*torch_names.all_function_modes(), *torch_names.dispatch_modes()]
 
     def _now(self) -> dict[str, Any]:
+        """name of a setting -> its value now."""
         cudnn: Any = torch.backends.cudnn
         matmul, casts = torch.backends.cuda.matmul, torch.is_autocast_enabled(self._device_type)
         now: dict[str, object] = {
@@ -271,6 +281,7 @@ class Glances:
 
     def reset(self) -> None:
         """Forget the settings of the capture, as there are no graphs: all looks are True."""
+        # The settings of the first capture; None without graphs.
         self._ambient: Ambient | None = None
         self.aim(tensors=False)
 
@@ -280,8 +291,8 @@ class Glances:
         self.aim()
 
     def aim(self, *, tensors: bool = True) -> None:
-        """Make `looks` anew, of what graphs read now; without `tensors`, where no graph is
-        replayed, of settings and of changes that CPython reports."""
+        """Make `looks` anew: at settings, at changes that CPython reports, and with `tensors` at
+        what graphs read now. Without `tensors` no graph is replayed."""
         self._sees_tensors = tensors
         looks: Iterator[bool] = repeat(True) if self._ambient is None else self._ambient.looks()
         looks = self.reads.glances(looks) if tensors else looks
@@ -338,18 +349,21 @@ class Checks:
         self.strict = options.strict
         self._levels = set(filter(options.checks, ("first", "sample", "always")))
         self._inputs, self._reqs = inputs, reqs
+        # Warnings that were given: each is given once.
         self._warned_of: set[str] = set()
         self.glances = Glances(reads, device_type)
         self.reset()
 
     def reset(self) -> None:
         """Forget everything: there are no graphs."""
+        # slot -> what is known of the graph there.
         self._graphs: dict[int, _Graph] = {}
         # slot -> the token count, or tokens and requests, of batches that need no trial; -1: every
-        # batch needs a closer look.
+        # batch needs a closer look. A slot that is missing has nothing to try.
         self.pending: dict[int, int | tuple[int, int]] = {}
+        # Steps so far that `wants_trial` was asked about and that were not due for a trial.
         self._steps = 0
-        # Whether the next step is a trial, where ranks have voted on it.
+        # The ranks' vote on whether the next step is a trial; None if they have not voted.
         self.decided: bool | None = None
         # path at which changes of the host make no difference -> the place of its plain value.
         self.harmless: dict[str, Place | None] = {}
@@ -456,6 +470,7 @@ class Checks:
             raise
 
     def _cut_short(self, error: BaseException) -> None:
+        """After `error` in a look at the host's changes: put all graphs into quarantine."""
         served = self._served()
         if served:
             what = f"a look at what the host has changed ended in {error!r}"
@@ -463,6 +478,7 @@ class Checks:
             self._quarantine(served, errors.VerificationError(what, advice=advice))
 
     def _note_changes(self, reads: ReadSet, served: list[_Graph], changes: HostChanges) -> None:
+        """Note changes of the host, for the graphs that are `served`: see `look_at_host`."""
         places = reads.walk() if changes.is_structural else None
         moved = [] if places is None else reads.moved(places)
         if moved:
@@ -517,6 +533,7 @@ class Checks:
         return self._is_sampled(self._steps)
 
     def _is_sampled(self, step: int) -> bool:
+        """Whether the level of checks alone has this step tried, which is counted in `_steps`."""
         return "always" in self._levels or ("sample" in self._levels and step % _SAMPLED == 0)
 
     def for_vote(self) -> tuple[Collection[int], Collection[int]]:

@@ -35,19 +35,26 @@ from graphrt.core.trust.gradients import marked
 
 
 class StepEngine:
-    """Dispatches the steps of one runner, has them checked, and runs them."""
+    """Dispatches the steps of one runner, has them checked, and has its `StepExecutor` run them.
+
+    The runner calls what `entrance()` returned for each step, and `verify` and
+    `run_padded_eagerly` in a turn of the pool that it has taken itself.
+    """
 
     # Slots, because C accesses these at fixed offsets.
     __slots__ = ("__dict__", "last_dispatch", "live_tokens")
 
     def __init__(self, executor: StepExecutor) -> None:
         graphs = executor.graphs
+        # How the last step ran; None before the first.
         self.last_dispatch: Dispatch | None = None
+        # The live tokens of all steps that a graph has served or should have.
         self.live_tokens = 0
         self._checks = graphs.checks
         self._dispatcher = graphs.dispatcher
         self._executor = executor
         self._graphs = graphs
+        # Whether some input may require a gradient, so that `serve` marks outputs.
         self._marks = graphs.checks.on and bool(executor.inputs.graded)
         self._owner = graphs.setup.owner
         self._pool = executor.pool
@@ -122,6 +129,7 @@ class StepEngine:
         checks = self._checks
         if not checks.on:
             return True
+        # The size that needs no trial, as a step of that size has no padding; -1 is no batch's.
         rows = checks.pending.get(slot)
         if rows is not None and rows != (batch[:2] if type(rows) is tuple else batch[0]):
             return False
@@ -149,7 +157,8 @@ class StepEngine:
         try:
             prepared = None if check or dispatch.slot < 0 else self._graphs.steps[dispatch.slot]
             entry = None if prepared is None else prepared.entry
-            # A step with tasks or several parts, or whose wrapper compares its arguments first.
+            # All but the replay of a single graph: a step with updates, without a graph, of several
+            # parts, of an entry that was destroyed, or whose wrapper compares its arguments first.
             if updates is not None or entry is None or entry.graph is None or entry.unchecked:
                 resolved = executor.updates_of(updates)
                 step = Step(batch, dispatch, values, resolved, metadata, agreed is not None)
@@ -202,7 +211,7 @@ class StepEngine:
         """Count a step that raised as FAILED, unless it was counted already.
 
         `not_served_before` is the dispatcher's count before the step: if it has grown, a wrapper or
-        the checks have counted this step. C passes none, as nothing else counts in its steps.
+        the checks have counted this step. C passes None: in its steps nothing else counts.
         """
         self._executor.step_failed(updates)
         if dispatch.slot >= 0 and not_served_before in (None, self._dispatcher.not_served):
@@ -279,7 +288,8 @@ class StepEngine:
                     got=batch,
                     expected=f"a batch that one of {len(plan.keys)} graphs serves",
                 )
-        # Before the forward runs, so that its own changes are not taken for the host's.
+        # CPython has told of a change: look before the forward runs, or its own changes would be
+        # taken for the host's.
         if self._graphs.reads.host.rung:
             self._checks.look_at_host()
         try:

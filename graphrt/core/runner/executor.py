@@ -31,7 +31,8 @@ from graphrt.core.runner.host import Phase
 _NONE, _PIECEWISE = GraphMode.NONE, GraphMode.PIECEWISE
 
 Around = Callable[[Callable[[], Any]], Any]
-"""Calls the forward that it is given, after the inputs are filled: trials watch their runs so."""
+"""Calls the forward that it is given, once the inputs are filled. Trials pass one that watches the
+run."""
 
 
 Values = Mapping[str, Any]
@@ -59,7 +60,9 @@ class StepExecutor:
         self.inputs = setup.inputs
         self.pool = setup.pool
         self.graphs = graphs
+        # `Host.bind`, called before each run; None if the host has none.
         self._bind = setup.host.bind
+        # Whether outputs of eager steps without padding are cloned.
         self._clones = setup.options.outputs == "clone"
         # The last updates that a step had, which UNCHANGED repeats. WORST_CASE if that step failed:
         # UNCHANGED then raises.
@@ -111,6 +114,7 @@ class StepExecutor:
             raise wrong_requests(reqs, prepared.reqs)
         if pool.closed:
             pool.check_open()
+        # A step of pieces replayed last. It ends here; if it may have pieces to come, this raises.
         if context is None and pool.pieces.replaying is not None:
             pool._leave_step(None)
         ring = None if eager else prepared.ring
@@ -247,6 +251,7 @@ class StepExecutor:
 
 
 def _of_outer_step(context: ForwardContext | None, name: str) -> Any:
+    """The updates or metadata of the step around this one, by their name; None without any."""
     try:
         return getattr(context, name, None)
     except errors.FrozenMetadataError:
@@ -254,6 +259,7 @@ def _of_outer_step(context: ForwardContext | None, name: str) -> Any:
 
 
 def _copied(updates: Any) -> Any:
+    """Updates with copies of all their values; what is no mapping is refused later."""
     if not isinstance(updates, Mapping):
         return updates
     return {

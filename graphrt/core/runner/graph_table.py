@@ -68,9 +68,10 @@ class DroppedGraph:
 
 
 class PreparedStep:
-    """What the capture of one graph and its steps need: its key and slot, the transaction that can
-    undo the capture, padded views of the inputs, what to call or replay, and how to hand out the
-    outputs. With mode NONE it is for an eager run of this size."""
+    """What the capture of one graph and its steps need: its key and slot, the `transaction` that
+    can undo the capture, the `layout` with padded views of the inputs, what to `call`, and the
+    `outputs` to hand out. It is made before the capture; `hold`, after it, adds what a replay
+    needs. With mode NONE it is for an eager run of this size."""
 
     # A slot, because C reads `native` at a fixed offset.
     __slots__ = ("__dict__", "native")
@@ -79,6 +80,7 @@ class PreparedStep:
         setup = self._setup = graphs.setup
         inputs, pool = setup.inputs, setup.pool
         self.mode, self.descriptor = mode, descriptor
+        # The requests that there are rows for.
         self.reqs = room_for_reqs(descriptor, inputs.reqs)
         layout = self.layout = inputs.layout(descriptor.num_tokens, self.reqs)
         # No wrapper here where the forward has pieces of its own: running it calls theirs.
@@ -91,6 +93,7 @@ class PreparedStep:
         # after it do so at once.
         last = next(reversed(graphs.begun.values()), None)
         self.transaction: CaptureTransaction = CaptureTransaction(
+            # -1 is no slot: an eager run has no graph.
             -1 if mode is GraphMode.NONE else graphs.dispatcher.reserve(mode, descriptor),
             # The storages that hold the inputs at every step.
             frozenset(view.untyped_storage().data_ptr() for view in layout.views.values()),
@@ -148,7 +151,8 @@ class PreparedStep:
         """Prepare for steps that return exactly the outputs that the wrapper has captured."""
         wrapper, setup = self.wrapper, self._setup
         entry = None if wrapper is None else wrapper.entries.get(self.descriptor)
-        # The pool may have been cleared: until `recapture()` its steps are without a graph.
+        # Pieces of compiled modules have no wrapper here. A pool that was cleared has no entry:
+        # until `recapture()` its steps are without a graph. The same outputs are held already.
         if wrapper is None or entry is None or entry.outputs is self.outputs.graph_outputs:
             return
         self.outputs.hold(entry.outputs)
@@ -220,6 +224,7 @@ class GraphTable:
             reqs=setup.inputs.reqs,
         )
         self.setup = setup
+        # Whether the runner is closed: see `check_open`.
         self.closed = False
         # Entered around each capture and each trial: see `Span`.
         self.spans: list[Span] = []

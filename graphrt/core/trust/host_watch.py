@@ -39,6 +39,7 @@ from graphrt.core.trust.places.walk import INNER, Kind, Places, Shape, shape_of
 from graphrt.core.trust.snapshot import PythonState
 
 _IN_DICTS = (ITEM, slots.DEFAULT, slots.ODD_ITEM, slots.CLASS_ATTRIBUTE)
+"""The ways of slots in a dict or a class, of whose changes CPython can tell."""
 _LONGEST_TEXT = 60
 """Longer texts are told by their length: they may be prompts."""
 
@@ -130,6 +131,7 @@ class HostWatch:
     def __init__(self) -> None:
         self.why_not = ""
         """Why CPython tells of no dict; empty where it does."""
+        # The `NativeWatch`, by which CPython tells of changes; None where it does not.
         self._native: Any = None
         self.values: PythonState | None = None
         """Python values as of the last look; None without graphs."""
@@ -139,6 +141,7 @@ class HostWatch:
         self._keys: dict[int, list[Any]] = {}
         # id of a dict or class -> how it is watched.
         self._watched: dict[int, _Dict] = {}
+        # What the last `take` found.
         self._taken = HostChanges()
         # `_where` of a slot that is left out -> its holder, kept alive so that no other object gets
         # its id.
@@ -282,6 +285,7 @@ class HostWatch:
         return changes
 
     def _note_moved(self, changes: HostChanges, slot: Place, was: Any, now: Any) -> None:
+        """Note that a slot has another value, unless it is left out."""
         if self._is_left_out(slot):
             return
         keys = self._keys.get(id(slot.holder))
@@ -377,6 +381,7 @@ class HostWatch:
         return places
 
     def _leave_out(self, holder: Any, key: object) -> None:
+        """Report changes of one slot no more."""
         self._ignored[_where(holder, key)] = holder
         is_length = isinstance(key, type)
         if self._native is not None and id(holder) in self._watched and not is_length:
@@ -404,10 +409,12 @@ def described_changes(changes: Changes) -> str:
 
 
 def _where(holder: object, key: object) -> tuple[int, object]:
+    """A key for dicts that names one slot, without running a user's `__hash__`."""
     return id(holder), key if type(key) in (str, int) else id(key)
 
 
 def _value_of(holder: Any, key: object) -> object:
+    """What a dict, or a class, has at a key now; `MISSING` if there is nothing."""
     if key is None:
         return MISSING
     if issubclass(type(holder), type):
@@ -420,6 +427,7 @@ def _is_scalar(value: object) -> bool:
 
 
 def _told(value: Any) -> Any:
+    """A value as changes tell it: itself if it is plain and short, else a `Told`."""
     if value is MISSING:
         return Told("nothing")
     if type(value) is str and len(value) > _LONGEST_TEXT:

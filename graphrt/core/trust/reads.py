@@ -47,6 +47,7 @@ SLOTS = {True: 3, False: 10}
 dict is a slot to look at too."""
 
 Named: TypeAlias = Callable[[], Mapping[str, torch.Tensor]]
+"""Returns the weights of a compiled module by name."""
 
 
 @public("graphrt.types")
@@ -121,6 +122,7 @@ class ReadSet:
         """`compiled` return the named weights of compiled modules. With `has_full` there are graphs
         without eager parts. Unless runs are `watched` named tensors are all that is known."""
         self.watched = watched
+        # Whether a watched run has run compiled code, whose reads no operator shows.
         self.saw_compiled_code = False
         self._forward = forward
         self._has_full = has_full
@@ -130,8 +132,10 @@ class ReadSet:
         self._read_nothing()
 
     def _read_nothing(self) -> None:
+        # What graphs read at places that the last walk found: what the glances of steps look at.
         self._read: list[_Read] = []
-        # By storage. Without a use the memory is kept, but nothing was seen to read it.
+        # key of a storage -> the storage, kept alive, and how a watched run used it. Without a use
+        # nothing was seen to read it.
         self._held: dict[int, tuple[torch.UntypedStorage, Use | None]] = {}
         self.protected: list[str] = []
         """Memory too large to be saved, and which rows of it a warm-up wrote."""
@@ -139,7 +143,7 @@ class ReadSet:
         """Where every eager run of the forward puts another tensor, computed of its weights."""
         self.host = HostWatch()
         self.rounds = 0
-        """After so many steps glances have looked at everything that they look at."""
+        """How many steps it takes until their glances, a few slots each, have looked at all."""
 
     # What is read --------------------------------------------------------------------------------
 
@@ -260,6 +264,7 @@ class ReadSet:
         self._refuse([key[1] for key, where in self._were.items() if now.get(key) != where])
 
     def _named(self) -> dict[tuple[int, str], torch.Tensor]:
+        """(number of a module, name in it) -> the tensor of that name now."""
         modules, _ = _modules_of(self._forward)
         sources = [*map(call, self._compiled), *map(_tensors, modules)]
         return {
@@ -269,6 +274,7 @@ class ReadSet:
         }
 
     def _refuse(self, moved: Sequence[str]) -> None:
+        """Raise `StaleInputError` for these names, if there are any."""
         if moved:
             raise self.stale([*dict.fromkeys(moved)])
 
@@ -402,5 +408,6 @@ def _modules_of(forward: Any) -> tuple[list[torch.nn.Module], bool]:
 
 
 def _tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters and buffers of a module by name, a tensor with two names twice."""
     parameters = module.named_parameters(remove_duplicate=False)
     return {**dict(parameters), **dict(module.named_buffers(remove_duplicate=False))}

@@ -122,9 +122,12 @@ class Place(NamedTuple):
 
     owner: Place | None
     label: str
+    """Its part of the path."""
     way: Way
     holder: Any
+    """The container: what `way` reads, such as a dict, a list or a closure's cell."""
     key: Any = None
+    """Which slot of the holder: the key of an item, an index, a name; None if it has only one."""
 
     def __eq__(self, other: object) -> bool:
         # Equality of tuples would run that of what a user holds.
@@ -210,6 +213,7 @@ def looks(entries: Iterable[tuple[Place, Any]], *, in_c: bool) -> list[Look]:
 
 
 def _holds(place: Place, was: object) -> bool:
+    """Whether a place, whose value is another object at each look, has an equal one still."""
     return place.way.same(was, place.get())
 
 
@@ -342,6 +346,7 @@ def entries(container: Any, items: list[Any]) -> list[Any]:
 
 
 def _refill(container: Any, base: Any, items: list[Any]) -> None:
+    """Make `items`, as `items_of` gave them, the contents of a container again."""
     # By the methods of Python's own types: `update` of a Counter would add.
     if not issubclass(base, dict):
         base.clear(container)
@@ -402,3 +407,4 @@ ARRAY = Way(
 )
 """The elements of an array of NumPy's."""
 _LOOKED_AT_IN_C = (ITEM, DEFAULT, CELL, ATTRIBUTES)
+"""Ways of slots that `NativeGlances` reads itself."""
