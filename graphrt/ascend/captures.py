@@ -17,7 +17,8 @@ from graphrt.core.device.pool_memory import captured_pool
 
 
 class AclCaptures(Captures[GraphMemory]):
-    """Begins, ends and takes back captures; counts the device's streams that captures took."""
+    """Begins, ends and takes back captures. It counts the device's streams that captures took, to
+    refuse one that would not find as many."""
 
     def __init__(self, npu: Any, tasks: Tasks) -> None:
         super().__init__()

@@ -253,9 +253,11 @@ class AscendPlatform(Platform):
             caller.wait_stream(stream)
 
     def capture_stream(self, stream: Any, work: GraphWork | None) -> Any:
+        # A direct stream waits for no side stream, and collectives have streams of their own.
         if stream is None or work is None or len(work.operators) > 1 or work.collectives:
             return stream
         free, direct = available_streams(), self._direct_streams.get()
+        # With many free streams no capture runs out of them in its middle.
         if free is None or free >= SCARCE_STREAMS or direct is None:
             return stream
         # With "update_first" the first replay waits on this stream for the update stream. A direct

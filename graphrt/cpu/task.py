@@ -17,7 +17,7 @@ from graphrt.cpu.tape.recorder import Step
 
 @dataclass(frozen=True, eq=False)
 class TaskHandle:
-    """The steps of one task in its graph."""
+    """One task of a graph: its steps are those from index `start` up to `stop`, which is none."""
 
     start: int
     stop: int
@@ -60,6 +60,7 @@ class _Reissue(ThreadMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.steps = steps
         self.arguments: list[NewArguments] = []
+        """The new arguments of the steps that were issued so far."""
 
     def handle(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         op = operator_of(func)

@@ -35,6 +35,7 @@ class CudaCaptures(Captures[GraphMemory]):
     def __init__(self, tasks: Tasks) -> None:
         super().__init__()
         self._tasks = tasks
+        # Finds side streams that the forward did not join.
         self._forks = ForkWatch()
         # graph -> the memory it was captured in
         self._homes: WeakKeyDictionary[Any, GraphMemory] = WeakKeyDictionary()

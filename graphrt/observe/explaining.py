@@ -161,6 +161,7 @@ def explain(
             continue
         name = _break_at(refusal.op)
         if name is None or name in breaks or len(breaks) == _MOST_BREAKS:
+            # Nothing can break there, or breaking there did not help; or there are too many.
             return Explanation(tuple(obstacles.values()))
         breaks.append(name)
 

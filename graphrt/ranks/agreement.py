@@ -258,7 +258,7 @@ class Agreement:
         if tally.graph is None:
             tokens = 1 if batch is None else batch.num_tokens
             none = BatchDescriptor(tokens, None if batch is None else batch.num_reqs)
-            return Answer(Dispatch(GraphMode.NONE, none, Reason.RANKS_DISAGREE), False)
+            return Answer(Dispatch(GraphMode.NONE, none, Reason.RANKS_DISAGREE), tried=False)
         graph = pending.graphs[tally.graph]
         if tally.least == MISSING and pending.sent[tally.graph] != MISSING:
             # The others would run warm-ups, and this rank its graph.

@@ -112,6 +112,7 @@ def room_in_blocks(cache: Any, table: Any, kv_heads: Any) -> int | None:
         return None
     if cache.dim() < 3:
         return None
+    # In the other format the last dimension may be 16 too: then the third one is the heads.
     is_nz = cache.dim() == 4 and cache.shape[3] == 16 and cache.shape[2] != kv_heads
     return int(table.shape[-1]) * int(cache.shape[2 if is_nz else 1])
 

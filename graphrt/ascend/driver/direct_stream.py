@@ -24,6 +24,7 @@ class DirectStreams:
 
     def __init__(self, npu: Any) -> None:
         self._npu = npu
+        # Index of a device -> its stream.
         self._by_device: dict[int, Any] = {}
 
     def make(self) -> bool:

@@ -21,7 +21,7 @@ from graphrt.core.base.errors import (
 
 
 class Cause(NamedTuple):
-    """Why a capture failed, and one thing to do."""
+    """Why a capture failed (`what`), the class of its error (`kind`), and one thing to do."""
 
     kind: type[CaptureError]
     name: str
@@ -31,7 +31,7 @@ class Cause(NamedTuple):
 
 
 class ReplayCause(NamedTuple):
-    """Why a replay or an update failed, and one thing to do."""
+    """Why a replay or an update failed, as `Cause`."""
 
     kind: type[GraphRTError]
     name: str

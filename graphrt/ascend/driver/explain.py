@@ -95,6 +95,8 @@ _BLOCKING = "ASCEND_LAUNCH_BLOCKING"
 
 
 class _Code(NamedTuple):
+    """An error code of CANN, in the text of the error `link`."""
+
     code: int
     link: BaseException
 

@@ -106,6 +106,8 @@ class _Launching:
 
 
 class _Thread(NamedTuple):
+    """A thread of this process; they sort by their start."""
+
     start_ticks: int
     number: int
     name: str

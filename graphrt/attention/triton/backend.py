@@ -125,6 +125,7 @@ class TritonAttention(AttentionBackend):
         max_context: int | None = None,
     ) -> AttentionStep:
         context = current_context()
+        # `begin` takes the graph's own bound, which is nearer than the backend's `max_context`.
         bounds = (
             context is not None and context.descriptor is not None and context.descriptor.bounds
         )

@@ -74,6 +74,7 @@ class CacheEntry:
         self.key = key
         self.save_format = _save_format(save_format)
         self._root = default_directory() if directory is None else Path(directory).expanduser()
+        # The entry's folders below the root.
         self._folders = key.digest[:16], f"rank_{rank}"
         self.directory = self._root.joinpath(*self._folders)
         # Whether this entry has made its directory.

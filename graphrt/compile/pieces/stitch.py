@@ -127,6 +127,7 @@ class _Writer:
         # Nodes that the forward returns: no line deletes them.
         self._returned_nodes: set[fx.Node] = set()
         output = next(iter(reversed(graph.graph.nodes)))
+        # The graph's results: nodes and constants.
         self._outputs: Sequence[Any] = output.args[0]
         self._returned_nodes.update(output.all_input_nodes)
         self._read_nodes = {n for piece in pieces for n in piece.inputs} | self._returned_nodes

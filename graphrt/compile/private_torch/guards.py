@@ -143,6 +143,7 @@ class Guards:
         self._properties += [
             self._property_of(name, len, "len({0}) == {2}", arguments) for name in kept.defaults
         ]
+        # Kept alive, as the check uses them.
         self._kept = (manager, kept.kept_alive)
 
     def hold(self, arguments: Mapping[str, Any]) -> bool:

@@ -110,6 +110,7 @@ def _written(node: fx.Node) -> Iterator[fx.Node]:
         return
     name = name_of(node)
     bound = _bound(node)
+    # `add_` writes; `__and__` does not.
     in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
     if in_place or bound.get("inplace"):
         yield from nodes_in(node.args[0] if node.args else bound.get("input"))
@@ -216,6 +217,7 @@ def views(
             or written(node)
             or is_higher_order(node.target)
         ):
+            # It has memory of its own or writes some, or its inner graphs may.
             continue
         if returns(node.target) is not None and not _declares_views(node):
             raise AliasError(
@@ -236,7 +238,7 @@ def check_roots(graph: fx.Graph, view_nodes: frozenset[fx.Node]) -> None:
     for node in graph.nodes:
         value = value_of(node)
         if node in view_nodes or not isinstance(value, torch.Tensor) or written(node):
-            continue
+            continue  # another name of a tensor: a view, or the result of an update
         for storage in _storages(node) & changed:
             first = roots.setdefault(storage, node)
             # Weights may be tied: `_check_inputs` of the compiler checks pieces that write them.

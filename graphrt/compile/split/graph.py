@@ -41,6 +41,7 @@ class Piece:
     """
 
     index: int
+    """Its place among all pieces, splitting ones too."""
     splitting: bool
     graph: fx.GraphModule
     inputs: tuple[fx.Node, ...]

@@ -152,7 +152,7 @@ def is_allocation(node: fx.Node) -> bool:
         name = target if isinstance(target, str) else getattr(target, "__name__", "")
         module = getattr(target, "__module__", None)
         if not (isinstance(target, str) or module is None or module.startswith("torch")):
-            return False
+            return False  # a function of the user's with such a name
     if name not in _ALLOCATIONS or written(node):
         return False
     # `empty_like(x)` reads only the shape of x; `full(shape, x)` reads the data of x.

@@ -29,7 +29,9 @@ class Rewritten:
     """
 
     name: str
+    """The place in words of the forward: "module.step"."""
     value: object
+    # The object or container, and the attribute (if `_is_attribute`) or key there.
     _owner: Any
     _key: Any
     _is_attribute: bool

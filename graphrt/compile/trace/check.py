@@ -115,6 +115,8 @@ class CallChecker:
         return [small for small in candidates if not self._serves(small)]
 
     def _check_new_sizes(self, sizes: Mapping[str, int]) -> SmallAxes:
+        """The axes of size 0 or 1, if the general code is wrong for these; else (). Raises
+        `RetraceError` if it is wrong for larger sizes."""
         small = tuple((axis, size) for axis, size in sizes.items() if size < 2)
         if small and not (self._serves(small) and self._broken_condition(sizes) is None):
             return small

@@ -134,6 +134,7 @@ class _Backend:
 
     def __init__(self, function: FunctionType) -> None:
         self.function = function
+        # Dynamo calls it with the guards of the trace.
         self.kept_guards = GuardFilter()
         # Dynamo's graph, and its code in place of the function's; None until it has made them.
         self._graph: fx.GraphModule | None = None

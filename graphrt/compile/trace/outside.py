@@ -61,10 +61,12 @@ class Outside:
         self._rewritten = tuple(rewritten)
         self._parameters = parameters
         self._methods = tuple(methods)
+        # At the trace: settings of torch, the number of function modes, hooks of all modules.
         self._ambient = Ambient(device_type)
         self._modes = function_modes()
         self._hooks = hooks_of_all_modules()
         self._inputs = inputs
+        # Index of a graph's input -> the tensor, and its kind at the trace.
         self._unnamed = dict(unnamed)
         self._kinds = {index: kind_of(tensor) for index, tensor in unnamed.items()}
         self._gathered_each_call = gathered_each_call

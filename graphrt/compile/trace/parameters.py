@@ -32,7 +32,7 @@ class Leaf:
 
 
 class Parameters:
-    """The signature of a forward."""
+    """The signature of a forward: binds calls to it, and writes it as text for generated code."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         try:
@@ -46,6 +46,7 @@ class Parameters:
             ) from error
         self.names = tuple(self.signature.parameters)
         self._function = inspect.unwrap(getattr(function, "__func__", function))
+        # The function's defaults now, to find changed ones later.
         self._own_defaults = _defaults_of(self._function)
 
     def changed_default(self) -> tuple[str, object, object] | None:
@@ -154,6 +155,8 @@ def _same_constant(a: object, b: object) -> bool:
 
 
 class _Name:
+    """An object whose `repr` is a given text: a default in generated code."""
+
     def __init__(self, text: str) -> None:
         self._text = text
 

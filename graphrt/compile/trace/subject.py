@@ -138,6 +138,7 @@ def _holdings_in(value: object, depth: int = 0) -> list[Holding]:
     holdings: list[Holding] = []
     for key, item in items if depth < _DEEPEST else ():
         inside = [] if isinstance(item, torch.Tensor) else _holdings_in(item, depth + 1)
+        # Nobody can put another object into a tuple: only what its items hold may change.
         if held is not None and (inside or isinstance(item, torch.Tensor)):
             holdings.append((held, key, item))
         holdings += inside

@@ -96,6 +96,7 @@ class Aliases:
         return alias
 
     def _new_alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        # A tensor made in inference mode could not be written outside of it.
         with inference_guard(False), torch.no_grad():
             return self.arena.alias(tensor)
 

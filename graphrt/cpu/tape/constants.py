@@ -104,9 +104,10 @@ class TapeConstants:
     def note_write(self, op: Operator, arguments: Any, written: Any) -> None:
         """Note that an operator of these `arguments` may write the tensors in `written`."""
         if not (self._made or self._constant or self._arena.wrapped):
-            return
+            return  # as in most captures
         tensors = tree.tensors(written)
         if not op.built_in or op.random or not self.are_constant(arguments):
+            # It may write other values at each replay; from constants alone it writes the same.
             self._forget_constants(tensors)
         of_host = self._arena.wrapped.keys()
         if op.mutates and not of_host.isdisjoint(storage_ids(tensors)):

@@ -328,6 +328,8 @@ def _try(
 
 
 def _random_like(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Random numbers of the same shape, strides and dtype; `tensor` itself if it is too large, or
+    of a kind for which no such tensor is made here."""
     if (
         tensor.layout is not torch.strided
         or tensor.nbytes > _LARGEST_RANDOM_BYTES

@@ -32,7 +32,13 @@ _BUILT_IN = frozenset({"aten", "prim", "prims"})
 
 
 class Operator:
-    """One overload with the facts that recording needs."""
+    """One overload with the facts that recording needs: how the tape treats its calls.
+
+    `raw` is the C function that replays call; `label` names the overload in errors, `name` all
+    overloads. `built_in`: torch's own, which runs no Python. `allocates`: its values are undefined.
+    `metadata_only`: it changes the shape of a tensor in place (`t_`), and no data. `view`: it
+    returns a view. `random`: it draws from a generator. `composite`: its parts are recorded.
+    """
 
     __slots__ = (
         "allocates",

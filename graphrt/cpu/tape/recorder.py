@@ -50,7 +50,10 @@ _MINIMUMS = frozenset({"aten::aminmax", "aten::min"})
 
 @dataclass
 class Step:
-    """One operator of a replay, as it was called at capture; `lowered` has the call of a replay."""
+    """One operator of a replay, as it was called at capture; `lowered` has the call of a replay.
+
+    Updates of tasks compare with `args` and `kwargs` and replace them. `source` is the user's line.
+    """
 
     op: Operator
     args: tuple[Any, ...]
@@ -79,6 +82,7 @@ class Tape(ThreadMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.arena = arena
         self.steps: list[Step] = []
+        """The operators so far that a replay issues, in order."""
         self.in_task = False
         """Whether an updatable task is issued now: its operators may allocate nothing."""
         self.failure: Exception | None = None

@@ -313,6 +313,7 @@ def _pointer_key() -> Any:
     _libraries.append(library)
     for path, position in _POINTER_READS.items():
         kernel = partial(_call_unless_refused, path, position)
+        # True: the kernel gets the dispatch keys of its call as first argument.
         library.impl(path.removesuffix(".default"), name, kernel, True)
     return free_key(name)
 

@@ -31,6 +31,7 @@ class FetchRing:
         self.memory = torch.zeros(size, dtype=torch.uint8, pin_memory=True, device="cpu")
         self._device = slab.get_device()
         self._slab = slab
+        # The kernel's counts of steps and of finished blocks.
         self._counter = torch.zeros(RingFormat.COUNTER_BYTES, dtype=torch.uint8, device=slab.device)
         self.device_memory: Sequence[torch.Tensor] = (self._counter,)
         with torch.cuda.device(self._device):

@@ -26,6 +26,7 @@ class ForkWatch:
         self._waits: dict[int, dict[int, Source | None]] = {}
         """Capturing thread -> handle of a stream that it made wait -> the user's line."""
         self._restore: Callable[[], None] | None = None
+        """Puts torch's `Event.wait` back; None while that is in place."""
         self._lock = Lock()
 
     def begin(self) -> None:

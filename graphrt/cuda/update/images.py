@@ -33,8 +33,10 @@ class Image(NamedTuple):
     """
 
     kind: int
+    """`KERNEL`, `MEMCPY`, `MEMSET` or `EMPTY`."""
     launch: tuple[Any, ...]
     sizes: tuple[int, ...]
+    """Bytes of each argument, without the padding behind it."""
     data: bytes
 
 
@@ -91,7 +93,7 @@ def read_image(node: int, kind: int, sizes_of: dict[int, tuple[int, ...] | None]
         sizes_of[function] = argument_sizes(function)
     sizes = sizes_of[function]
     if sizes is None or (sizes and not parameters.arguments):
-        return None
+        return None  # unknown sizes, or arguments that were launched as one buffer
     launch = (
         parameters.function,
         parameters.kernel,

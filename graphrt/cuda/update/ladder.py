@@ -100,6 +100,7 @@ class Ladder:
         self.given_up = False
         self.calls = calls
         self._counts = counts
+        # The executable that the present round sets.
         self._executable = ctypes.c_void_p()
         # Whether the driver refused a node in this round: `settle` sets the rest by the template.
         self._refused = False
@@ -210,6 +211,7 @@ class Ladder:
     def _bring_up_template(self) -> bool:
         for node in self.nodes:
             setting, image = node.setting, node.applied
+            # Unchanged since the capture or set by `give_directly`; without parameters; or off.
             if setting is None or image is None or node.kind == EMPTY or node.off:
                 continue
             if node.in_template is image:

@@ -80,6 +80,7 @@ class Family:
         self.alike: bool | None = None if len(layers) > 1 else False
         self._layers = layers
         self._counts = counts
+        # The numbers of all layers.
         self._everyone = list(range(len(layers)))
         # For each layer the captured image of each of its nodes.
         self._bases: list[Images] = [tuple(map(_base, nodes)) for nodes in layers]

@@ -81,10 +81,12 @@ class DenoiserReport:
     """How the calls of one denoiser ran, and the signatures that have graphs."""
 
     hits: int = 0
+    """Calls that a graph served."""
     captures: int = 0
     dropped: int = 0
     """Signatures that made room for others, or whose denoiser changed."""
     eager: Counter[Reason | EagerReason] = field(default_factory=Counter)
+    """Eager calls by reason."""
     signatures: tuple[str, ...] = ()
     """The shapes of the tensors of each, the least recently used first."""
     replaced: bool = False
@@ -136,6 +138,7 @@ class DenoiserForward:
         self._picture: ModulePicture | None = None
         # A text in place of a runner says why its capture failed.
         self._runners: OrderedDict[Signature, GraphRunner[Any] | str] = OrderedDict()
+        # Reasons of eager calls that a warning has named.
         self._warned_of: set[object] = set()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -63,6 +63,7 @@ class ModulePicture:
         """`forward` is the one that graphs were captured of."""
         walk = _Walk(module, forward)
         self._containers, self._readers = walk.containers, walk.readers
+        # What containers and readers held when the picture was taken.
         self._copies = [container.copy() for container in self._containers]
         self._read = self._read_now()
         # Members that are compared by identity, in three lists for C: container, key, value.
@@ -133,6 +134,7 @@ class _Walk:
         """For objects that are no container: functions that return what an object holds now."""
         self.tensors: list[torch.Tensor] = []
         self.unseen: str | None = None
+        """The first object that could change without being noticed."""
         parts = dict(module.named_modules())
         modules = {id(part) for part in parts.values()}
         # ids of the modules, and of objects that were walked already.
@@ -182,6 +184,7 @@ class _Walk:
         read = None if fixed_members is not None else _reader_of(value, home)
         if read is not None:
             self.readers.append(read)
+        # Neither Python attributes nor a known container, and state in C.
         elif fixed_members is None and not isinstance(attributes, dict) and _is_opaque(kind, home):
             self.unseen = self.unseen or f"{path} leads to a {home}.{kind.__qualname__}"
         other_members = read() if read is not None else fixed_members or []

@@ -139,7 +139,7 @@ def _why_other_inputs(call: Mapping[str, Any], buckets: Buckets, main: Any) -> s
         return "no input of the usual dimensions"
     for name, value in call.items():
         if value is None or value is False or (name == "return_dict" and value is True):
-            continue
+            continue  # as if it were not passed
         reason = _why_other_input(name, value, buckets, main)
         if reason is not None:
             return reason

@@ -105,6 +105,7 @@ class Fingerprint:
         self._classes = [*{type(module): None for _, module in modules}]
         configs = [module.__dict__["config"] for module in by_config.values()]
         names = {getattr(each, "_attn_implementation", None) for each in configs}
+        # The names of the attentions that the configs choose.
         self._attentions = sorted(name for name in names if isinstance(name, str))
         self._code = self._code_now()
         # The index of the module that a look at some modules begins with.
@@ -152,7 +153,8 @@ class Fingerprint:
 
 
 class _Seen:
-    """One module as it was when the fingerprint was made."""
+    """One module as it was when the fingerprint was made; `is_same` compares it with the module
+    now."""
 
     def __init__(self, name: str, module: torch.nn.Module, unread: frozenset[str]) -> None:
         self.name, self._module, self._unread = name, module, unread

@@ -162,6 +162,7 @@ class Memory:
         """Layers that slide keep `window` positions; None: all."""
         self.rows, self.length = rows, length
         self.layers = [LayerMemory(shape, rows, length, window) for shape in shapes]
+        # Positions that sliding layers keep; None: all.
         self.window = next((layer.window for layer in self.layers if layer.window), None)
         self.has_keys = any(layer.has_keys for layer in self.layers)
         self.mask = torch.ones((rows + 1, length), dtype=torch.int64, device=device)

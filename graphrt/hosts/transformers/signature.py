@@ -49,6 +49,8 @@ class Signature:
 
     def __init__(self, model: Any, forward: Callable[..., Any]) -> None:
         self.model = model
+        # All arguments of the forward; below, its names for tokens, mask, positions and cache. None
+        # where it takes none.
         self.names = list(inspect.signature(forward).parameters)
         self.has_encoder = bool(model.config.is_encoder_decoder)
         prefix = "decoder_" if self.has_encoder else ""
@@ -59,6 +61,7 @@ class Signature:
         self.cache = next((name for name in CACHES if name in self.names), CACHES[-1])
         # Sound has one length: models of it pass no mask to their decoder.
         self.masks_encoder = self.has_encoder and model.main_input_name == "input_ids"
+        # Arguments that steps by graphs allow.
         served = {self.tokens, self.mask, self.positions, self.cache, "use_cache", "return_dict"}
         if self.has_encoder:
             served.add("encoder_outputs")

@@ -98,6 +98,7 @@ class StepGraphs:
         self._takes_positions = signature.positions is not None
         has_states = any(layer.states() for layer in self.memory.layers)
         has_room = _PROMPT + checked <= max_len
+        # A model with states cannot take back a draft that is rejected.
         self.checked = checked if self.memory.has_keys and has_room and not has_states else 0
         """Tokens of a step that checks drafts of assisted generation; 0: such steps run eagerly."""
         self.counts_positions = False
@@ -403,6 +404,7 @@ class _Step(nn.Module):
         # The model's own forward, which `with_graphs` has replaced on the model.
         self._forward = forward
         self._memory, self._cross, self._count = memory, cross, count
+        # The model's names of these arguments.
         self._names = signature.tokens, signature.positions, signature.cache
         self._mask_name = signature.mask if memory.has_keys else None
         self._masks_encoder = signature.masks_encoder

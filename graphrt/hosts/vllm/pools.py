@@ -29,6 +29,7 @@ class SharedPool:
         self.graphs.on_capture = on_capture
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()
         """Wrappers and FULL graphs that capture into it."""
+        # FULL graphs and those of encoders; None before the first.
         self._keyed: KeyedGraphs | None = None
 
     def keyed(
@@ -56,6 +57,7 @@ class Pools:
         of captures."""
         self._table = table
         self._on_end = on_end
+        # vLLM's handle -> graphrt's pool.
         self._pools: dict[Any, SharedPool] = {}
         self._count = count
         # The open session: its stack (None: no session), a session in each pool, vLLM's stream.

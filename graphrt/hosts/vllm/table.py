@@ -34,6 +34,7 @@ class FullKey(NamedTuple):
     """The key of a FULL graph of the V2 runner or of an encoder, with its batch in the report."""
 
     number: int
+    """Of all keys so far: vLLM may capture one batch again."""
     descriptor: BatchDescriptor
 
 

@@ -47,6 +47,7 @@ class CalledSources:
 
     def __init__(self, graph: fx.GraphModule, sources: TracedSources) -> None:
         self._values = Values(sources)
+        # Name of an operator, function, argument or attribute -> texts of all that have it.
         self._digests: dict[str, list[str]] = {}
         # Operators that are described already, and functions that were run with fake tensors.
         self._operators: set[Any] = set()
@@ -147,6 +148,7 @@ class CalledSources:
     def _watch(self, node: fx.Node, target: Any) -> None:
         """Run the node's function with fake tensors, and describe every function that it calls."""
         from_torch = all(is_torchs_own(each) for each in overloads(target) if overload_name(each))
+        # torch's own operators are not run: its version is in the key.
         if target in self._watched or (
             from_torch and any(overload_name(each) for each in overloads(target))
         ):

@@ -209,6 +209,7 @@ class Values:
         loaded = sys.modules.get(module.partition(".")[0])
         file = getattr(sys.modules.get(module), "__file__", None)
         if file and loaded is not None and not is_library_file(file):
+            # Of an extension that is no library's: its file counts, as it has no version.
             return f"{_name(function)} {self.file(file)}"
         return _name(function)
 
@@ -272,6 +273,7 @@ class Values:
         held = {name for name in names if name in _attributes(value)}
         parts += [f"{name} = {self.of(getattr(value, name), names)}" for name in sorted(held)]
         if not _has_attributes(value) and not number and not is_library(kind):
+            # An object of an extension may have state that Python does not show.
             self.unknown.append(f"a {_name(kind)}")
         return parts
 
