@@ -133,6 +133,7 @@ class ProcessChange:
     def __init__(self, make: Callable[[list[Callable[[], object]]], None]) -> None:
         self._make = make
         self._lock = threading.Lock()
+        # `id` of each user that has entered and not left.
         self.users: set[int] = set()
         # What undoes the change, the last step last; empty while the change is not there.
         self._undone_by: list[Callable[[], object]] = []

@@ -64,6 +64,7 @@ class CaptureGuard(ThreadMode):
         """`owns` says whether a tensor's memory is of the pool, which graphs of all sizes share:
         when this graph is replayed, another one may have written there."""
         super().__init__()  # type: ignore[no-untyped-call]
+        # None once the capture is over, so that neither keeps the other alive.
         self.recorder: Recording | None = recorder
         self.issued = issued.get()
         self._context = context

@@ -156,6 +156,7 @@ class KeyedGraph:
         """Of the one capture of `wrapper`, if graphs are on, which returned these `outputs`."""
         self.key = key
         self.descriptor = descriptor
+        # Whether graphs are off: then nothing was captured.
         self.is_eager = not wrapper.entries
         self.trials: Any = wrapper._graphs.trials
         """What `trials=` has made for it, such as a `WrapperTrials`; else None."""

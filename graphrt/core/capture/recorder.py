@@ -146,6 +146,7 @@ class Recorder:
         self.pool = pool
         self.context = context
         self.breakable = breakable
+        # The segments and eager parts that have ended, in their order.
         self.parts: list[entry.Part] = []
         # The open segment's graph, and its tasks so far.
         self._open: tuple[DeviceGraph, list[CapturedTask]] | None = None

@@ -72,12 +72,14 @@ class WrapperGraphs:
         """`mode` None is equal to no context's mode: then all calls run eagerly."""
         self.trials = trials
         self.entries: dict[BatchDescriptor, Entry] = {}
+        # The dispatcher's slot, or that of a kept context -> an entry that may be replayed at once.
         self.by_slot: dict[int, Entry] = {}
         # Where results of eager parts, and static outputs, are copied for graphs to read.
         self.bridges = Bridges()
         # Whether arguments are compared at an entry's first replay, and at every one.
         self.checks = options.checks("capture")
         self.always_checks = trials is not None or options.checks("sample")
+        # Whether results are cloned after each replay.
         self.clones = options.outputs == "clone"
         # Whether each replay returns new lists and dicts, which the host may change.
         self.fresh_containers = True
@@ -198,6 +200,7 @@ class GraphWrapper(errors.Uncopied):
         self.options = options or GraphOptions()
         mode = None if graphs_off() else self.runtime_mode
         self._graphs = WrapperGraphs(mode, self.pool, self.options, read_context, trials)
+        # Makes the recorder of one capture.
         self._new_recorder = partial(
             Recorder,
             breakable=breakable and self.runtime_mode is GraphMode.PIECEWISE,
@@ -205,6 +208,7 @@ class GraphWrapper(errors.Uncopied):
             hooks=hooks,
             bake=self.options.host_arguments == "bake",
         )
+        # Why calls ran eagerly -> how many.
         self._eager_calls = Counter[Reason]()
         self._sealing = Sealing(self.options)
         # Whether a runner owns the arguments of its calls: see `serve_owner`.

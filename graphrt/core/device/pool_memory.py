@@ -51,6 +51,7 @@ class _Routing(AbstractContextManager[None]):
     def __init__(self, allocator: Allocator, device: int, handle: PoolHandle) -> None:
         self._allocator = allocator
         self._to = device, handle
+        # Whether routing may have begun and not ended.
         self._entered = False
 
     def __enter__(self) -> None:

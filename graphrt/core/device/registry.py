@@ -133,6 +133,7 @@ class PlatformRegistry:
         self._broken: list[FoundPlatform] | None = None
         # Device types that a platform by name only, such as a simulator, was taken for.
         self._simulated_types: set[str] = set()
+        # Held while anything is looked for: two threads may ask first.
         self._lock = threading.RLock()
 
     def register(self, plugin: object, name: str | None = None) -> str:

@@ -170,6 +170,7 @@ class Plan:
         if mode is not None and "mode" in arguments:
             raise TypeError("Plan() got two values for its argument 'mode'")
         check_plan_arguments(arguments)
+        # All arguments, checked, those left out by their defaults.
         self.arguments = checked_arguments({"mode": mode, **arguments})
         self.platform = resolve_platform(platform, must_be_available=False)
         self.compiled = self.arguments["compiled"]
@@ -182,6 +183,7 @@ class Plan:
         sizes.check_decode(resolved.mode, self.sizes)
         # The sizes of full decode batches: a host that is busy runs these most.
         fulls = [self.sizes.max_num_reqs * query_len for query_len in self.sizes.decode]
+        # Sizes in tokens -> the same, the most valuable first.
         self._worth = partial(by_worth, traffic=self.arguments["traffic"], landmarks=fulls)
         keys = sizes.descriptors_for(resolved.mode, self.sizes, **self.arguments)
         fitted = fit(keys, self.arguments["budget"] or Budget(), resolved, self._worth)

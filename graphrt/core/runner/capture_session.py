@@ -223,6 +223,7 @@ class CaptureSession:
         setup.pool.streams.follow()
         has_parts, platform = setup.plan.mode.has_piecewise, setup.pool.platform
         limit = setup.options.state_limit(platform)
+        # Runs warm-ups and captures of the forward, and puts its state back after each.
         self._state = WatchedState(
             StateSnapshot(platform.device_type, limit, declared=[*setup.host.state]),
             graphs.reads,

@@ -47,8 +47,8 @@ class TrustReport:
     `reads` is what watched warm-ups read and wrote beside the inputs, kept alive until `release()`;
     `trials` what came of trying each graph, "untried" until a step or `Host(example=)` has.
     `protected` is memory too large to be saved, and which rows of it warm-ups wrote. `unknown` is
-    what nodes of tried graphs point to and nobody has named, None where a device cannot tell. With
-    `mixes_rows` live rows depend on padding by design.
+    memory that nodes of tried graphs point to and no watched run has used, None where a device
+    cannot tell. With `mixes_rows` live rows depend on padding by design.
 
     What a host changes in Python is seen at the next step if it is in one of the `watched` dicts,
     and after `glance_steps` steps at most elsewhere; `not_watched` says why there are none.
@@ -118,7 +118,7 @@ class RunnerReport:
 
     @property
     def padded_tokens(self) -> int:
-        """The tokens that graphs computed; 0 where nobody counts the live ones."""
+        """The tokens that graphs computed, padding included; 0 if no live tokens were counted."""
         if not self.live_tokens:
             return 0
         steps = Counter(self.steps)

@@ -89,6 +89,7 @@ class GraphRunner(Uncopied, Generic[R]):
         )
         self.options, self.plan = setup.options, setup.plan
         self.pool, self.inputs = setup.pool, setup.inputs
+        # The table has the graphs, the executor runs a step, the engine decides how.
         self.graphs = GraphTable(setup)
         self._executor = StepExecutor(self.graphs)
         self._engine = StepEngine(self._executor)
@@ -267,7 +268,8 @@ class GraphRunner(Uncopied, Generic[R]):
         Raises `StaleInputError` if a tensor that graphs read is another one by now, and
         `RetraceError` if compiled code has baked in what is different; where steps are checked they
         run eagerly from then on, until `recapture()`. Raises `UntrackedWeightsError` if graphs read
-        what nobody owns, and `PoolBusyError` while a step is under way in the pool.
+        tensors that nothing in the forward leads to, and `PoolBusyError` while a step is under way
+        in the pool.
         """
         self._in_turn(self.graphs.check)
 

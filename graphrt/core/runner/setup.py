@@ -98,8 +98,8 @@ class RunnerSetup:
     def enlist(self, module: Any) -> None:
         """Let a compiled module take part in a warm-up or capture.
 
-        Raises `CaptureError` for one that nobody named: its weights would not be
-        followed, and it could be compiled while serving.
+        Raises `CaptureError` for one that neither the plan nor the forward has named: its weights
+        would not be followed, and it could be compiled while serving.
         """
         if not any(module is known for known in self.compiled):
             raise CaptureError(

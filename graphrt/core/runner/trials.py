@@ -156,7 +156,8 @@ class StepRuns(TriedStep):
     def __init__(self, executor: StepExecutor, step: Step) -> None:
         graphs, inputs = executor.graphs, executor.inputs
         flat = inputs.declared.check(step.values, None, None)
-        # Cloned, as inputs may be outputs of the last step, or views of the buffers.
+        # Cloned, as inputs may be outputs of the last step, or views of the buffers. Eager runs
+        # take `_eager_step`, which may have other metadata than the replay's `step`.
         executor.pool.streams.follow()
         self.step = self._eager_step = step._replace(values=tree.cloned(flat))
         at_bound = graphs.setup.host.metadata

@@ -67,6 +67,7 @@ class StateSnapshot:
         total = sum(map(attrgetter("bytes"), states))
         if total > limit_bytes:
             raise too_large("the declared state", f"{total} bytes", limit_bytes)
+        # For each declared state a function that puts it back.
         self._declared: list[Callable[[], object]] = [*map(methodcaller("save"), states)]
         self.memory = SavedWrites(limit_bytes, sums=sums)
         self.generators = Generators(device_type)

@@ -130,6 +130,7 @@ class Trial:
 
     def __post_init__(self) -> None:
         record, warm, platform = self.graph.record, self.warm, self.platform
+        # Whether the graph may have eager parts, which a replay runs again.
         self._has_parts = record.mode is GraphMode.PIECEWISE
         # Whether the warm-up had the size of this graph.
         self._same_size = warm is not None and warm.tokens == record.descriptor.num_tokens

@@ -66,6 +66,7 @@ class Use(OwnMemory):
         """The operators of the run that wrote it, in their order."""
         self.shape = (tensor.numel(),) if tensor.is_nested else tuple(tensor.shape)
         self.dtype = tensor.dtype
+        # The operator that used it first, and the line of code that issued that.
         self.op = op
         self.source = source or user_source()
         # Whether only eager parts have used it, none of which was given it as an argument: they
@@ -133,7 +134,9 @@ class Watch(ThreadMode):
         self._rows = rows
         # Writes to `inputs` memory, by the address of the tensor that was written.
         self.inputs_written: dict[int, Use] = {}
+        # Whether the run has called code compiled by Inductor, whose reads no operator shows.
         self.saw_compiled_code = False
+        # The first operator that differs from `follows`; None if none has so far.
         self._first_deviation: Op | None = None
         self._inputs = inputs
         self._saves = saves
@@ -362,6 +365,7 @@ class IssuedWatch(ThreadMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.operators: list[Any] = []
+        """The overloads that were called so far."""
 
     @undoing
     def run(self, undo: Undo, function: Callable[[], T], *, in_one: bool) -> T:

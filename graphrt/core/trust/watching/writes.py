@@ -312,6 +312,7 @@ class WriteWatch:
     ) -> None:
         self._known = known
         self._saves = saves
+        # (key of a storage, operator) whose rows need not be saved: see above.
         self._shown = shown.row_writes if tokens > 1 else ()
         self._tokens = tokens
         self.written: set[int] = set()
