@@ -134,6 +134,7 @@ class CompiledModule:
     def _step(
         self, context: ForwardContext | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        """One call: compiles if nothing is compiled yet, else checks the call unless it replays."""
         built = self._built
         if built is None:
             self._compile(self._subject.parameters.bind(args, kwargs))

@@ -256,6 +256,8 @@ class Arena:
         return chunk, start
 
     def _grow(self, needed: int) -> None:
+        """Add a chunk with room for `needed` bytes; raises `ResourceExhaustedError` at the limit,
+        unless a collection frees a block that is large enough."""
         step = max(needed, _FIRST_CHUNK_BYTES, min(self._reserved, _LARGEST_STEP_BYTES))
         if self._max_bytes is not None and self._reserved + step > self._max_bytes:
             step = self._max_bytes - self._reserved

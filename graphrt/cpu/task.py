@@ -75,6 +75,7 @@ class _Reissue(ThreadMode):
         return answer[0] if len(answer) == 1 else tuple(answer)
 
     def _match(self, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note the arguments of the next step; refuse another operator, or other tensors."""
         index = len(self.arguments)
         if index == len(self.steps):
             _refuse("the task issued more operators than at capture", op.label, "its end")

@@ -195,6 +195,8 @@ def _explained(
     obstacles: dict[tuple[object, ...], Obstacle],
     breaks: tuple[str, ...],
 ) -> Explanation:
+    """Try and time the captured `runner` on made-up inputs; adds a host draw to `obstacles` if the
+    replay does not equal the forward because of one."""
     live = max(tokens - 1, 1)
     values = _made_up(inputs, live, runner.pool.device)
     batch, sync = Batch(live, live), runner.platform.synchronize

@@ -118,6 +118,8 @@ def _uniform(shape: AttentionShape, step: AttentionStep, size: int) -> QueryTile
 def _ragged(
     shape: AttentionShape, step: AttentionStep, tokens: int, query_starts: torch.Tensor
 ) -> QueryTiles:
+    """The tiles of requests with any number of tokens each: request r has the tokens from
+    `query_starts[r]` up to `query_starts[r + 1]`."""
     reqs = len(step.context_lens)
     size = tile_size(shape, tokens, reqs)
     num_tiles = _most_tiles(tokens, reqs, size)

@@ -195,6 +195,7 @@ def _merge(
     splits: Splits,
     workspace: Workspace,
 ) -> None:
+    """The second stage: the outputs of a request's spans become its output."""
     assert step.query_len is not None
     reqs, rows = len(step.context_lens), step.query_len * shape.num_heads
     value_dim: int = triton.next_power_of_2(shape.value_dim)

@@ -123,6 +123,8 @@ class Compiler:
         return ""
 
     def _compile_for_all_sizes(self, graph: fx.GraphModule, key: str) -> Callable[..., Any]:
+        """The code of a graph: one for all sizes; a `BySize` if some sizes have their own, or if
+        the general code is wrong for some."""
         inputs = [value_of(node) for node in placeholders(graph)]
         name, symbol = self._name(key), self._symbol
         sources = size_sources(graph)
@@ -171,6 +173,7 @@ class Compiler:
     def _loaded_or_compiled(
         self, graph: fx.GraphModule, inputs: Sequence[Any], name: str, *, static: bool
     ) -> Callable[..., Any]:
+        """Code from the cache under `name`, else compiled now and stored there."""
         if self.cache is not None:
             loaded = self.cache.load(name, returned_count(graph))
             if loaded is not None:

@@ -92,6 +92,8 @@ def name_of(node: fx.Node) -> str:
 
 
 def _written(node: fx.Node) -> Iterator[fx.Node]:
+    """As `written`: by the operator's schema or inner graphs; of a function of Python by its name
+    and flags."""
     if node.op not in ("call_function", "call_method"):
         return
     out = node.kwargs.get("out")

@@ -145,6 +145,7 @@ class _Cut:
                 self._read_later[id(self._group_of[node])].add(node)
 
     def _piece(self, index: int, group: NodeGroup) -> Piece:
+        """The piece of a group, once the pieces behind it have noted what they read of it."""
         outputs = tuple(sorted(self._read_later[id(group)], key=self._order.__getitem__))
         steps = [node for node in group.nodes if node not in self._roles.views]
         graph_inputs, body = self._closure(steps, group)
@@ -225,6 +226,8 @@ def _graph(
     outputs: Sequence[fx.Node],
     name: str,
 ) -> fx.GraphModule:
+    """A graph of copies of the nodes `body` of `whole`, which takes `inputs` and returns `outputs`:
+    one as it is, several as a tuple, none as None."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in inputs:

@@ -304,6 +304,7 @@ def _try(
     out_kwargs: dict[str, Any],
     outs: Sequence[torch.Tensor],
 ) -> bool:
+    """The answer of `agrees`, by running the operator and its variant."""
     # Drawn from the default generator, these would change the forward's next random numbers.
     generator = torch.Generator("cpu").manual_seed(0)
     randoms = {

@@ -99,6 +99,8 @@ class Tape(ThreadMode):
     def handle(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        """Run one operator of the forward and record how a replay repeats it; raises the refusal of
+        one that no replay can repeat. Composite operators are recorded in their parts."""
         if func.namespace == "profiler":
             return func(*args, **kwargs)
         if not PLAIN.issuperset(types) and any(map(_has_own_dispatch, types)):

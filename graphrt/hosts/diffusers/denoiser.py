@@ -178,6 +178,8 @@ class DenoiserForward:
         return _bound, (type(self.module).forward, self.module)
 
     def _serve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call under the lock: from the graph of its signature, captured if there is none yet;
+        else eagerly, for a reason that is counted."""
         if not self._most:
             # `close` was called.
             return self.eager(*args, **kwargs)

@@ -175,6 +175,8 @@ class ModelGraphs(Seam):
     # forward --------------------------------------------------------------------------------------
 
     def _dispatch(self, *args: Any, **kwargs: Any) -> Any:
+        """In place of the model's forward: a step by a graph, or the model's own forward, with the
+        reason counted if the call was a step."""
         signature, counts = self._signature, self._counts
         call = signature.named(args, kwargs)
         cache, tokens = call.get(signature.cache), call.get(signature.tokens)
