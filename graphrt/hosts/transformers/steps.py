@@ -84,22 +84,15 @@ class StepGraphs:
         self._output = _output_of(probe, signature)
         self._has_deltas = signature.planes is not None and hasattr(probe, DELTAS)
         self.memory = Memory(shapes_of(_decoder(probe_cache)), max_batch, max_len, device, window)
-        self.cross: Memory | None = None
+        self.cross = self._cross_memory(probe_cache, encoded, max_encoder_len)
         """Keys and values of an encoder's outputs; None without an encoder."""
-        if encoded is not None:
-            length = max_encoder_len if signature.masks_encoder else encoded.length
-            shapes = shapes_of(probe_cache.cross_attention_cache)
-            self.cross = Memory(shapes, max_batch, length, device)
         # On the host: a runner copies them to its graphs.
         self._row_numbers = torch.arange(max_batch, device="cpu")
         self._position_numbers = torch.arange(max_len, device="cpu")
         # The batch of a step by its rows.
         self._batches = [Batch(max(rows, 1)) for rows in range(max_batch + 1)]
         self._takes_positions = signature.positions is not None
-        has_states = any(layer.states() for layer in self.memory.layers)
-        has_room = _PROMPT + checked <= max_len
-        # A model with states cannot take back a draft that is rejected.
-        self.checked = checked if self.memory.has_keys and has_room and not has_states else 0
+        self.checked = checked if self._can_check(checked) else 0
         """Tokens of a step that checks drafts of assisted generation; 0: such steps run eagerly."""
         self.counts_positions = False
         """Whether the model, given no positions, counts all earlier tokens, padding too."""
@@ -121,6 +114,20 @@ class StepGraphs:
         except BaseException:
             self.close()
             raise
+
+    def _cross_memory(self, cache: Any, encoded: Encoded | None, most: int) -> Memory | None:
+        if encoded is None:
+            return None
+        length = most if self.signature.masks_encoder else encoded.length
+        shapes = shapes_of(cache.cross_attention_cache)
+        return Memory(shapes, self._max_batch, length, self.signature.model.device)
+
+    def _can_check(self, tokens: int) -> bool:
+        """Whether steps may check drafts of so many tokens: there is room for them, and the model
+        can take back what is rejected, which one with states cannot."""
+        has_states = any(layer.states() for layer in self.memory.layers)
+        has_room = _PROMPT + tokens <= self._max_len
+        return self.memory.has_keys and has_room and not has_states
 
     @property
     def runner(self) -> GraphRunner[torch.Tensor]:
