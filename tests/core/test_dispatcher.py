@@ -87,7 +87,7 @@ def test_dispatch_finds_the_graph_and_reason_that_brute_force_finds(
 @pytest.mark.draws
 @settings(max_examples=60 * MORE, deadline=None)
 @given(batches(), st.sampled_from([None, 0, -1]), st.sampled_from([0, -2]))
-def test_the_descriptor_of_an_undispatched_batch_equals_the_unpadded_batch(batch, reqs, loras):
+def test_the_descriptor_of_a_batch_without_a_graph_is_the_unpadded_batch(batch, reqs, loras):
     reqs_, query_len = normalised(batch)
     numbers = batch.num_active_loras, batch.bounds, batch.variant
     own = BatchDescriptor(

@@ -280,7 +280,7 @@ def counted_gc(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("frozen_by_host", [False, True])
-def test_captures_in_a_session_freeze_the_garbage_collector_only_once(frozen_by_host, monkeypatch):
+def test_captures_in_a_session_do_not_freeze_the_heap_again(frozen_by_host, monkeypatch):
     by_nobody = recording._FROZEN_BY_NOBODY  # fewer than a heap has
     counted = counted_gc(monkeypatch)
     monkeypatch.setattr(recording, "_FROZEN_BY_NOBODY", 0 if frozen_by_host else 10**9)

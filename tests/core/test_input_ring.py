@@ -118,7 +118,7 @@ def test_any_order_of_steps_failures_and_device_lag_gives_each_step_its_inputs(s
     assert lagging.ring.count == lagging.device.counter.value
 
 
-def test_the_host_waits_only_for_slots_the_device_still_reads_and_counts_waits():
+def test_the_host_waits_and_counts_a_wait_only_for_slots_the_device_still_reads():
     lagging = Lagging(3)
     for value in range(3):
         lagging.step(value, alone=True)

@@ -109,7 +109,7 @@ def test_a_single_operator_setting_needs_no_brackets() -> None:
     )
 
 
-def test_settings_values_are_never_evaluated_as_python() -> None:
+def test_setting_values_are_never_evaluated_as_python() -> None:
     with pytest.raises(InvalidOptionError, match="__import__"):
         GraphOptions.from_dict(read_settings(["warmups=__import__('os').getpid()"]))
 

@@ -118,7 +118,7 @@ def test_a_graph_may_read_a_weight_that_an_eager_part_aliased_or_copied():
         assert wrapper(ones).tolist() == [4.0] * 4
 
 
-def test_breaks_given_as_operators_are_refused_tensors_left_by_eager_parts():
+def test_an_operator_break_given_a_tensor_left_by_an_eager_part_is_refused():
     kept: list[torch.Tensor] = []
 
     @eager_break
