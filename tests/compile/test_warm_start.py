@@ -276,7 +276,10 @@ def test_code_that_inductor_cannot_load_is_compiled_again(
     from torch._inductor import codecache
 
     compiled_in(tmp_path / "kept")
-    before = os.environ["TORCHINDUCTOR_CACHE_DIR"]
+    before = str(tmp_path / "other")
+    # In the same directory torch 2.11 would not load the library again that it has loaded once.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", before)
+    monkeypatch.setattr(codecache.CppPythonBindingsCodeCache, "cache", {})
     load_async: Callable[..., Any] = codecache.CppCodeCache.load_async.__func__
 
     def no_library(path: str, key: str) -> Any:
