@@ -12,7 +12,7 @@ from graphrt.core.base.native_sources import fingerprints
 from tests import starts
 from tests.core.native_build import LOAD, ROOT, build, built_by, run
 
-FETCHED = ("test_alike.py", "test_input_ring.py", "test_slots.py", "test_capture_next.py")
+FETCHED = ("test_repeated_steps.py", "test_input_ring.py", "test_slots.py", "test_capture_next.py")
 
 # Says at the end how often the build wrote a slot.
 PLUGIN = f"""{LOAD}
@@ -112,7 +112,7 @@ RANDOM_STEPS = f"""{LOAD}
 import random, torch
 from graphrt import Batch, InputSpec
 from graphrt.cuda.ring import writers
-from tests.core.test_alike import runner_of
+from tests.core.test_repeated_steps import runner_of
 from tests.core.soft_ring import RingPlatform
 
 native = writers.NativeWriter
