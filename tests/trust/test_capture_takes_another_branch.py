@@ -105,7 +105,10 @@ def test_a_capture_by_other_operators_may_differ_by_rounding_and_is_noted(forwar
     notes = " ".join(note for each in trials for note in each.notes)
     assert trials and all(each.deterministic for each in trials)
     assert "takes another way while it is captured, first aten.mm" in notes
-    assert "where the graph has aten.slice" in notes and "test_another_way.py" in notes
+    assert (
+        "where the graph has aten.slice" in notes
+        and "test_capture_takes_another_branch.py" in notes
+    )
 
 
 def test_a_capture_that_differs_beyond_rounding_is_quarantined_naming_the_operator():

@@ -301,7 +301,7 @@ def scaled_by(factor: float) -> Any:
 twice, thrice = scaled_by(2.0), scaled_by(3.0)
 
 
-@graphrt.opaque("test_called::between", mutates=["out"])
+@graphrt.opaque("test_key_of_called_code::between", mutates=["out"])
 def between(x: torch.Tensor, out: torch.Tensor) -> None:
     out.copy_(x)
 
