@@ -9,7 +9,8 @@
 Put your kernel in place of the body of `attend`, and let it raise for arguments that it does not
 take. Register the mask function with the attention: without it there is no mask at all, and nothing
 finds that later. Mixtures of experts need `experts_implementation="batched_mm"`, as their loop asks
-the host. docs/how-to/compile.md says the rest; tests/compile/test_transformers_example.py runs this file.
+the host. docs/how-to/compile.md says the rest; this file is run by
+tests/compile/test_transformers_example.py.
 """
 
 from __future__ import annotations
