@@ -24,8 +24,9 @@ class AclCaptures(Captures[GraphMemory]):
         super().__init__()
         self._npu = npu
         self._tasks = tasks
-        # The most streams that one capture took, and those free before the present one.
+        # The largest number of streams that a capture has taken.
         self._most_taken = 0
+        # How many streams were free before the capture that is open.
         self._free_before: int | None = None
 
     def _stream_to_capture(self) -> Any:

@@ -37,8 +37,8 @@ class WaitingStep:
         all_tasks: bool,
         was_mixed: bool,
     ) -> None:
-        """`all_tasks`: the step has no tasks but those of `table`. `was_mixed` is the value of
-        `table.mixed` before the launch."""
+        """`all_tasks` says that every task of the step is in `table`. `was_mixed` is what
+        `table.mixed` was before the launch."""
         self._thread = get_ident()
         self._table = table
         self._segment = segment

@@ -303,3 +303,22 @@ def test_writes_of_an_operator_defined_in_a_warm_up_are_put_back(
     runner = GraphRunner(forward, inputs=inputs, sizes=[2, 4, 8], mode="FULL", platform="cpu")
     runner.capture()
     assert not any(state.any() for state in of_size.values())
+
+
+def test_writes_of_smaller_sizes_by_an_operator_that_the_largest_defines_alone_are_put_back(
+    library,
+):
+    of_size = {size: torch.zeros(4) for size in (2, 4, 8)}
+    operators = list[Any]()
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        if not operators:
+            operators.append(defined(library, "later(Tensor(a!) x) -> ()", one_more_in_numpy))
+        if len(x) < 8:
+            operators[0](of_size[len(x)])
+        return x + 1
+
+    inputs = {"x": InputSpec(torch.float32, ("tokens",))}
+    runner = GraphRunner(forward, inputs=inputs, sizes=[2, 4, 8], mode="FULL", platform="cpu")
+    runner.capture()
+    assert not any(state.any() for state in of_size.values())

@@ -122,7 +122,8 @@ class Profile:
         return self.pieces(model) * self._parts(model)
 
     def terms(self, model: Deployment, full_graphs: int = 0) -> tuple[tuple[str, int], ...]:
-        """The streams of a device, and those that this version keeps free, with the reason."""
+        """The addends of the stream formula, (reason, streams): what a device has, less what this
+        version keeps free."""
         terms = [("ACL-graph design, 2048 less what it keeps free", self.streams)]
         if self.full_graphs and full_graphs:
             terms.append(("full graphs, one each", -full_graphs))

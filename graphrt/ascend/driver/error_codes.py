@@ -21,7 +21,7 @@ from graphrt.core.base.errors import (
 
 
 class Cause(NamedTuple):
-    """Why a capture failed (`what`), the class of its error (`kind`), and one thing to do."""
+    """What graphrt raises for an error code of CANN in a capture: class, text and advice."""
 
     kind: type[CaptureError]
     name: str

@@ -55,8 +55,8 @@ class Tasks:
         self._brackets = Groups(npu) if strategy == "groups" else AutoDispatch(npu)
         self._watchdog = watchdog
         self._allocations = AllocationWatch(npu)
-        # Numbers of streams on which no task is updated: those with an open capture, and for each
-        # memory those that its graphs were captured on.
+        # Ids of the streams that updates must not run on: those of open captures, and by memory
+        # those that its graphs were captured on.
         self._capturing: set[int] = set()
         self._captured_on: WeakKeyDictionary[GraphMemory, set[int]] = WeakKeyDictionary()
         # graph -> the memory that it is captured in.

@@ -170,7 +170,7 @@ def schedule_spans(
     chunk = tl.where(coarse > 0, tl.minimum(tl.cdiv(total, tl.maximum(coarse, 1)), AIM), AIM)
     chunk = tl.maximum(tl.maximum(chunk, tl.cdiv(total, limit - reqs)), least)
     chunk = (tl.cdiv(chunk, UNIT) * UNIT).to(tl.int32)
-    # 1 << 30: a request may have any number of spans, as `limit` bounds those of all requests.
+    # 1 << 30 bounds nothing: `chunk` keeps the spans of all requests together below `limit`.
     span, count = span_of(lengths, chunk, 1 << 30, UNIT)
     count = tl.where(rows < reqs, count, 0)
     if SORTED:

@@ -125,12 +125,13 @@ class WatchedState:
     ) -> T:
         """Make watched runs, `run`: one, and more if it makes or writes memory. Notes what they
         read and write; returns the result of the last."""
+        is_first = not self._kinds
         self._kinds.add(kind)
         reads, memory = self.reads, self.snapshot.memory
         watch, result = run()
-        # To look for new operators takes milliseconds; a run that called torch's own alone has
-        # defined none that the next run calls.
-        if not all(facts_of(op.func).is_aten for op in watch.trace):
+        # The first run may define operators that smaller sizes call. To look for them takes
+        # milliseconds, and later runs define some only where they call what is not torch's own.
+        if is_first or not all(facts_of(op.func).is_aten for op in watch.trace):
             note_operators()
         self.inputs_written = watch.inputs_written
         made = moves.note_made(watch, reads)

@@ -13,7 +13,8 @@ from graphrt.attention.shapes import AttentionShape, GroupedShape, LatentShape
 
 @dataclass(frozen=True)
 class Buffers:
-    """Buffers that captured kernels read. All sizes share them, as each step is planned anew.
+    """Buffers that captured kernels read. All sizes share them: each step writes its
+    own plan before its replay.
 
     `query_starts` and `page_starts` [requests + 1] say where each request's tokens and pages begin;
     `pages` are the pages of all requests. `lengths` are the tokens in each request's last page; for
