@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from graphrt import lowlevel as lowlevel
     from graphrt import platforms as platforms
     from graphrt import types as types
+    from graphrt._runner import GraphRunner
     from graphrt.compile import CompileOptions, opaque, support_compile
 
     # The package can be called like this function; no type checker knows callable modules.
@@ -52,8 +53,7 @@ if TYPE_CHECKING:
     from graphrt.core.replay.tasks import DEFERRED, UNCHANGED, HostArg, UpdatableTask
     from graphrt.core.runner.host import Example, Host
     from graphrt.core.runner.report import RunnerReport
-    from graphrt.core.runner.runner import GraphRunner
-    from graphrt.core.runner.trials import WrapperTrials
+    from graphrt.trust.trials import WrapperTrials
 
 __all__ = [
     "DEFERRED",
@@ -125,7 +125,7 @@ _DEFINED_IN = {
     "GraphOptions": "core.capture.options",
     "GraphPool": "core.replay.pool",
     "GraphRTError": "core.base.errors",
-    "GraphRunner": "core.runner.runner",
+    "GraphRunner": "_runner",
     "GraphWrapper": "core.capture.wrapper",
     "Host": "core.runner.host",
     "HostArg": "core.replay.tasks",
@@ -141,7 +141,7 @@ _DEFINED_IN = {
     "SegmentHooks": "core.replay.entry",
     "State": "core.capture.state",
     "UpdatableTask": "core.replay.tasks",
-    "WrapperTrials": "core.runner.trials",
+    "WrapperTrials": "trust.trials",
     "carry_context": "core.batch.context",
     "current_context": "core.batch.context",
     "current_platform": "core.device.registry",

@@ -17,12 +17,15 @@ from graphrt.core.replay.entry import Entry, Part
 from graphrt.core.replay.pool import HoldsGraphs, OnCapture
 from graphrt.core.replay.tasks import HostValues, Updates
 from graphrt.core.runner.capture_session import CaptureProgress, Progress
+from graphrt.core.runner.findings import (
+    TensorUse,
+    TrialRecord,
+    TrustReport,
+    UnknownBlock,
+    UnknownMemory,
+)
 from graphrt.core.runner.graph_table import DroppedGraph, GraphRecord
 from graphrt.core.runner.host import AroundCapture, Bind, MakeExample, Phase, Ranks, Run
-from graphrt.core.runner.report import TrustReport
-from graphrt.core.trust.reads import TensorUse
-from graphrt.core.trust.verdict import TrialRecord
-from graphrt.core.trust.watching.pointers import UnknownBlock, UnknownMemory
 
 __all__ = [
     "Agreed",

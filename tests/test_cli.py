@@ -19,10 +19,10 @@ from graphrt.cli.app import app, main
 from graphrt.cli.variables import OTHERS, VARIABLES
 from graphrt.core.base.errors import InvalidModeError, InvalidOptionError
 from graphrt.core.device.registry import PlatformRegistry, PluginWarning, hookimpl
-from graphrt.core.trust.host_watch import watch_state
 from graphrt.cpu import CpuPlatform
 from graphrt.demo.settings import read_settings, runner_settings
 from graphrt.observe import report_text
+from graphrt.trust.host_watch import watch_state
 from tests.observe.planted import planted_runner, run_planted
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -17,13 +17,17 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 FOLDERS = sorted({path.parent for path in FILES} - {PACKAGE})
 
 LAYERS = (
-    "base", "batch", "device", "plan", "dispatch", "inputs", "replay", "capture", "trust", "runner"
+    "base", "batch", "device", "plan", "dispatch", "inputs", "replay", "capture", "runner"
 )  # fmt: skip
 """Of core: each may use those before it."""
 
 PLATFORMS = ("cpu", "cuda", "ascend", "accelerator")
+LOWER = (*PLATFORMS, "trust")
+"""Each imports core and none of the others."""
+
 THIRD_PARTY = {
     "core": {"torch", "pluggy", "typing_extensions"},
+    "trust": {"torch", "typing_extensions"},
     "cpu": {"torch", "pluggy"},
     "cuda": {"torch", "pluggy", "cuda", "triton"},
     "ascend": {"torch", "pluggy", "torch_npu", "acl"},
@@ -115,7 +119,7 @@ def _wrong_part(user: str, target: str) -> Iterator[str]:
             if all(layers) and LAYERS.index(layers[1]) > LAYERS.index(layers[0]):
                 yield f"{target} is above {layers[0]}"
         return
-    if own == "core" or (own in PLATFORMS and other != "core"):
+    if own == "core" or (own in LOWER and other != "core"):
         yield f"{own} imports {target}"
     elif own in UPPER and other in UPPER and UPPER.index(other) > UPPER.index(own):
         yield f"{target} is above {own}"

@@ -68,7 +68,7 @@ def diagnose(*, tries: bool = True) -> dict[str, Any]:
 
 
 def _host_changes() -> str:
-    from graphrt.core.trust.host_watch import watch_state
+    from graphrt.trust.host_watch import watch_state
 
     why_not = watch_state()
     return f"seen some steps later: {why_not}" if why_not else "seen at the next step"

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from graphrt._runner import GraphRunner
 from graphrt.core.base.errors import (
     CaptureError,
     GraphQuarantinedWarning,
@@ -41,7 +42,6 @@ from graphrt.core.capture.refusals import HOST_DRAW, Source
 from graphrt.core.device.platform import Platform
 from graphrt.core.inputs.spec import InputSpec
 from graphrt.core.replay.entry import EagerPart
-from graphrt.core.runner.runner import GraphRunner
 
 _MOST_BREAKS = 32
 """Operators to break at, after which the search ends."""

@@ -19,9 +19,9 @@ from contextlib import AbstractContextManager
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from graphrt._runner import GraphRunner
 from graphrt.core.base.errors import InvalidOptionError
 from graphrt.core.base.option_values import check_kind
-from graphrt.core.runner.runner import GraphRunner
 from graphrt.observe.metrics import BUCKETS_S, Reading, reading_of
 from graphrt.observe.tap import WAYS, Observer, StepSeen, attach
 

@@ -19,12 +19,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
 
+from graphrt._runner import GraphRunner
 from graphrt.core.base.errors import GraphMemoryWarning, warn_caller
 from graphrt.core.base.option_values import check_kind, count_of
 from graphrt.core.base.texts import counted, size_text
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.runner.capture_session import progress_bar
-from graphrt.core.runner.runner import GraphRunner
 
 _SEGMENT_BYTES = 20 << 20
 """The least that an allocator takes from the device. A pool that grew by less may have room for the

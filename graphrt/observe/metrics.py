@@ -15,10 +15,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+from graphrt._runner import GraphRunner
 from graphrt.core.base.errors import InvalidOptionError
 from graphrt.core.base.option_values import check_kind, items_of, number_of, shown
 from graphrt.core.runner.report import report_of
-from graphrt.core.runner.runner import GraphRunner
 from graphrt.observe.tap import WAYS, Observer, StepSeen, attach
 
 BUCKETS_S = (

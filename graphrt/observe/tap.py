@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
+from graphrt._runner import GraphRunner
 from graphrt.core.dispatch.reasons import Dispatch, Reason
 from graphrt.core.replay.recording import is_inside_capture, under_way
-from graphrt.core.runner.runner import GraphRunner
 
 WAYS = ("graph", "eager", "trial")
 """How a step ran: replayed, eagerly, or several times to be tried."""

@@ -22,11 +22,11 @@ from typing import Any
 
 import torch
 
+from graphrt._runner import GraphRunner
 from graphrt.core.base.errors import InvalidOptionError
 from graphrt.core.base.option_values import check_kind, count_of
 from graphrt.core.base.texts import counted
 from graphrt.core.runner.report import RunnerReport
-from graphrt.core.runner.runner import GraphRunner
 from graphrt.observe.findings import Finding, findings_of
 from graphrt.observe.tap import Observer, SpanSeen, StepSeen, attach
 

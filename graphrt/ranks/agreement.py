@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import Self
 
+from graphrt._runner import GraphRunner
 from graphrt._version import __version__
 from graphrt.core.base.errors import GraphRTError, InvalidBatchError, InvalidOptionError
 from graphrt.core.base.homes import public
@@ -25,7 +26,6 @@ from graphrt.core.dispatch.dispatcher import GraphDispatcher
 from graphrt.core.dispatch.reasons import Dispatch, Reason
 from graphrt.core.runner.graph_table import GraphTable
 from graphrt.core.runner.host import Run
-from graphrt.core.runner.runner import GraphRunner
 from graphrt.ranks.ballot import (
     MISSING,
     TRIED,
@@ -193,7 +193,7 @@ class Agreement:
             self._ballots[graphs] = ballot
         to_try, failed = graphs.checks.for_vote()
         weaker = dict.fromkeys(to_try, TRIED) | dict.fromkeys(failed, UNUSABLE)
-        if graphs.sealing.may_capture and not graphs.checks.glances.changed_settings():
+        if graphs.sealing.may_capture and not graphs.checks.changed_settings():
             return self._vote_by(ballot, batch, weaker, graphs.left_out)
         return self._vote_by(ballot, batch, weaker)
 

@@ -15,9 +15,9 @@ from graphrt.core.capture.guard import eager_break
 from graphrt.core.device.contract import Capability, MemoryFigures
 from graphrt.core.device.platform import Availability
 from graphrt.core.replay.pool import GraphPool
-from graphrt.core.trust.watching.watch import IssuedWatch
 from graphrt.testing import PlatformConformance
 from graphrt.testing.conformance.base import D2, D4, FULL, PIECEWISE, ConformanceBase
+from graphrt.trust.watching.watch import IssuedWatch
 
 # Tests that collect garbage would look at the tests of all other files each time.
 pytestmark = pytest.mark.usefixtures("frozen_heap")

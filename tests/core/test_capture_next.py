@@ -560,7 +560,7 @@ def test_only_the_warm_up_of_the_largest_size_is_remembered():
 
     run = several(forward)
     finish(run)
-    assert [warm.tokens for warm in run.graphs.warmed_up.values()] == [8]
+    assert [warm.tokens for warm in run.graphs.checks.warmed_up.values()] == [8]
 
 
 # Steps meanwhile ---------------------------------------------------------------------------------

@@ -261,7 +261,7 @@ def test_all_watches_share_a_single_python_watcher_id() -> None:
     # In a process of its own: a runner that another test has left holds an id.
     script = """
 import ctypes, gc, itertools
-import graphrt.core.trust.host_watch
+import graphrt.trust.host_watch
 from graphrt.core.base._native_door import NativeWatch
 callback = ctypes.PYFUNCTYPE(
     ctypes.c_int, ctypes.c_int, ctypes.py_object, ctypes.c_void_p, ctypes.c_void_p
@@ -354,7 +354,7 @@ def test_a_watch_stays_right_while_other_threads_change_its_dicts() -> None:
 def test_a_forked_child_notes_no_changes_until_its_watch_is_aimed_again() -> None:
     script = """
 import itertools, os, sys
-import graphrt.core.trust.host_watch
+import graphrt.trust.host_watch
 from graphrt.core.base._native_door import NativeWatch
 class Holder: pass
 held = Holder()
@@ -378,7 +378,7 @@ sys.exit(os.waitstatus_to_exitcode(status))
 def test_a_watch_still_active_at_interpreter_exit_causes_no_error() -> None:
     script = """
 import itertools
-import graphrt.core.trust.host_watch
+import graphrt.trust.host_watch
 from graphrt.core.base._native_door import NativeWatch
 class Holder:
     def __del__(self): vars(self).clear(); globals().clear()

@@ -10,7 +10,7 @@ from test_runner import rows, runner
 
 from graphrt import Example, GraphOptions, Host, State
 from graphrt.core.base.errors import ResourceExhaustedError
-from graphrt.core.trust import trial
+from graphrt.trust import trial
 
 OFF = GraphOptions(check="off")
 """So that what is declared is all that is put back."""

@@ -7,7 +7,7 @@ import torch
 
 from graphrt import GraphRunner, InputSpec, State, current_context
 from graphrt.core.base.errors import InvalidOptionError, StaleInputError, StateTooLargeError
-from graphrt.core.trust.snapshot import StateSnapshot
+from graphrt.trust.snapshot import StateSnapshot
 
 
 def test_a_state_snapshot_restores_tensors_in_place_repeatedly():

@@ -9,9 +9,9 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from graphrt.core.device.captures import OpenCapture
-from graphrt.core.trust.watching.watch import IssuedWatch
 from graphrt.cuda import captures, memory
 from graphrt.cuda.captures import CudaCaptures
+from graphrt.trust.watching.watch import IssuedWatch
 
 
 class Graph:

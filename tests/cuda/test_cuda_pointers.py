@@ -13,10 +13,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from graphrt import GraphOptions, GraphRunner, InputSpec, get_platform
-from graphrt.core.trust.watching.pointers import unknown_memory
 from graphrt.cuda.blocks import internal_sizes
 from graphrt.cuda.driver.api import check, need, pointer
 from graphrt.cuda.driver.nodes import destroy_graph, node_type, nodes_of
+from graphrt.trust.watching.pointers import unknown_memory
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")

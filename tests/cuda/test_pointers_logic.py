@@ -13,17 +13,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from graphrt import GraphOptions, GraphRunner, InputSpec
 from graphrt.core.device.contract import GraphPointers, MemoryBlock
-from graphrt.core.trust.watching.pointers import (
-    UnknownBlock,
-    tensor_addresses,
-    unknown_blocks,
-    unknown_memory,
-)
 from graphrt.cpu import CpuPlatform
 from graphrt.cuda.blocks import blocks_of
 from graphrt.cuda.driver import api
 from graphrt.cuda.driver.pointers import pointers_of
 from graphrt.cuda.platform import CudaPlatform
+from graphrt.trust.watching.pointers import (
+    UnknownBlock,
+    tensor_addresses,
+    unknown_blocks,
+    unknown_memory,
+)
 
 AT = 0x7F10_0000_0000
 MIB = 1 << 20

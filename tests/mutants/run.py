@@ -146,7 +146,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/observe/test_progress.py",
         CONFORMANCE,
     ),
-    "graphrt/core/trust/": (
+    "graphrt/trust/": (
         "tests/trust/test_*.py",
         "tests/core/test_weights.py",
         "tests/cuda/test_pointers_logic.py",

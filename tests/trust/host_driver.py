@@ -533,7 +533,7 @@ class Program:
         return outcome
 
     def _is_told(self, made: list[Change]) -> bool:
-        is_told = self.runner.graphs.reads.host.watched > 0 and all(each.is_told for each in made)
+        is_told = self.runner.graphs.checks.reads.host.watched > 0 and all(each.is_told for each in made)
         self.driver.counts["told" if is_told else "looked for"] += len(made)
         return is_told
 
@@ -579,7 +579,7 @@ class Program:
             with contextlib.suppress(Exception):  # of other tokens eager raises
                 pairs.append((other, self.eager(other)))
         turns = itertools.cycle(pairs)
-        for _ in range(self.runner.graphs.reads.rounds + 1):
+        for _ in range(self.runner.graphs.checks.reads.rounds + 1):
             other, expected = next(turns)
             late += not same_bits(self.step(other), expected)
             self.driver.counts["steps"] += 1

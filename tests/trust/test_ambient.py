@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from graphrt.core.base import torch_names
-from graphrt.core.runner.checks import Ambient
+from graphrt.trust.checks import Ambient
 from tests.trust.twins import ambient_state_put_back
 
 matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn

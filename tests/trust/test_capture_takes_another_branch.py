@@ -9,8 +9,8 @@ import torch
 
 from graphrt import GraphOptions, GraphRunner, eager_break
 from graphrt.core.replay.recording import current_capture
-from graphrt.core.trust.compare import rounding_of
 from graphrt.errors import GraphQuarantinedWarning
+from graphrt.trust.compare import rounding_of
 from tests.trust.scenario import WIDTH, X
 
 ROWS = (4, 4, 3, 2, 1, 4, 3)
@@ -152,7 +152,7 @@ def test_a_capture_records_the_operators_of_the_eager_warm_up(mode, outputs, inf
     forward(torch.ones(1, WIDTH))
     with torch.inference_mode(inference):
         runner = runner_of(forward, mode, outputs)
-    (warm,) = runner.graphs.warmed_up.values()
+    (warm,) = runner.graphs.checks.warmed_up.values()
     (captured_operators,) = warm.captured.values()
     assert captured_operators == [op.func for op in warm.trace]
 

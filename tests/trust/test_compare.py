@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from graphrt.core.trust.compare import difference, rounding_of
+from graphrt.trust.compare import difference, rounding_of
 
 nan, inf = float("nan"), float("inf")
 

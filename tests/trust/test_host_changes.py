@@ -17,12 +17,12 @@ from torch import nn
 from graphrt import Batch, GraphOptions, GraphRunner, Host, InputSpec, current_context
 from graphrt.core.base._native_door import NativeGlances, NativeWatch, native_state
 from graphrt.core.dispatch.reasons import Reason
-from graphrt.core.trust import host_watch
-from graphrt.core.trust import reads as reads_module
-from graphrt.core.trust.host_watch import watch_state
-from graphrt.core.trust.places.walk import where_is
 from graphrt.errors import GraphQuarantinedWarning, StaleInputError, VerificationError
 from graphrt.observe import report_text
+from graphrt.trust import host_watch
+from graphrt.trust import reads as reads_module
+from graphrt.trust.host_watch import watch_state
+from graphrt.trust.places.walk import where_is
 from tests.trust.host_programs import (
     HANDLES,
     PROGRAMS,

@@ -854,5 +854,5 @@ def test_a_step_in_quarantine_does_not_search_the_forward_for_tensors(monkeypatc
 
     with pytest.warns(GraphQuarantinedWarning, match="where the graphs read them"):
         until_it_is_seen()
-    monkeypatch.setattr(runner.graphs.reads, "moved", lambda: pytest.fail("walked"))
+    monkeypatch.setattr(runner.graphs.checks.reads, "moved", lambda: pytest.fail("walked"))
     assert torch.equal(runner(x=rows(4)), rows(4) * 2)

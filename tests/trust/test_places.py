@@ -19,10 +19,10 @@ from torch import nn
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.wrapper import GraphWrapper
 from graphrt.core.replay.pool import GraphPool
-from graphrt.core.trust.host_watch import HostWatch
-from graphrt.core.trust.places.slots import MISSING, same_value
-from graphrt.core.trust.places.walk import Places, places_of, where_is
-from graphrt.core.trust.snapshot import PythonState, described
+from graphrt.trust.host_watch import HostWatch
+from graphrt.trust.places.slots import MISSING, same_value
+from graphrt.trust.places.walk import Places, places_of, where_is
+from graphrt.trust.snapshot import PythonState, described
 
 SCALE = torch.ones(2)
 FACTOR = 3

@@ -18,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from graphrt.core.trust.places.slots import MISSING, same_value
-from graphrt.core.trust.places.walk import places_of
-from graphrt.core.trust.snapshot import PythonState
+from graphrt.trust.places.slots import MISSING, same_value
+from graphrt.trust.places.walk import places_of
+from graphrt.trust.snapshot import PythonState
 from tests.trust.test_places import Looked, changed, values_of
 
 

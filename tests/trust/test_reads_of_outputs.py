@@ -8,8 +8,8 @@ import torch
 from graphrt.core.base.torch_names import storage_use_count
 from graphrt.core.replay import handout
 from graphrt.core.replay.handout import is_spare
-from graphrt.core.trust.reads import ReadSet
-from graphrt.core.trust.watching.watch import Watch
+from graphrt.trust.reads import ReadSet
+from graphrt.trust.watching.watch import Watch
 
 
 @pytest.fixture

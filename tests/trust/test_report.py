@@ -16,8 +16,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from graphrt import Example, GraphOptions, GraphRunner, Host, InputSpec
 from graphrt.core.base.errors import GraphQuarantinedWarning, StateTooLargeError
 from graphrt.core.runner.report import TrustReport
-from graphrt.core.trust.reads import ReadSet, TensorUse
-from graphrt.core.trust.watching.watch import Watch
+from graphrt.trust.reads import ReadSet, TensorUse
+from graphrt.trust.watching.watch import Watch
 
 WIDTH = 4
 X = InputSpec(torch.float32, ("tokens", WIDTH))

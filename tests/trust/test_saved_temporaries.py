@@ -7,10 +7,10 @@ import torch
 
 from graphrt import GraphOptions, GraphPool, GraphRunner, InputSpec
 from graphrt.core.base.thread_mode import unseen
-from graphrt.core.trust.snapshot import Left
-from graphrt.core.trust.trial import Run, _memory
-from graphrt.core.trust.watching.watch import Watch
-from graphrt.core.trust.watching.writes import SavedWrites
+from graphrt.trust.snapshot import Left
+from graphrt.trust.trial import Run, _memory
+from graphrt.trust.watching.watch import Watch
+from graphrt.trust.watching.writes import SavedWrites
 
 X = {"x": InputSpec(torch.float32, ("tokens", 4))}
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from graphrt.core.base import tree
 from graphrt.core.base.errors import StateTooLargeError
-from graphrt.core.trust.watching.watch import Watch
-from graphrt.core.trust.watching.writes import SavedWrites, protection_check
+from graphrt.trust.watching.watch import Watch
+from graphrt.trust.watching.writes import SavedWrites, protection_check
 
 MUCH = 1 << 20
 ROWS, COLUMNS = 6, 4
@@ -137,7 +137,7 @@ def test_after_a_memory_error_in_a_copy_the_next_run_is_saved(name, monkeypatch)
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr("graphrt.core.trust.watching.writes._Region", no_memory)
+        patch.setattr("graphrt.trust.watching.writes._Region", no_memory)
         with pytest.raises(MemoryError):
             Watch(saves=saves).around(lambda: WRITES[name](base, 1, 2.0))
     Watch(saves=saves).around(lambda: WRITES[name](base, 1, 2.0))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from graphrt.core.capture.operators import in_bounds
-from graphrt.core.trust.watching.watch import (
+from graphrt.trust.watching.watch import (
     Deviation,
     Trace,
     Watch,

@@ -15,11 +15,11 @@ from graphrt.core.base.errors import PythonStateError, RowsMixedError, Verificat
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.options import GraphOptions
-from graphrt.core.trust.trial import Rows, Trial, TriedStep
-from graphrt.core.trust.verdict import TrialRecord, TriedGraph, Verdict
-from graphrt.core.trust.warm_up import WarmedUp
-from graphrt.core.trust.watching.watch import Watch
 from graphrt.cpu.platform import CpuPlatform
+from graphrt.trust.trial import Rows, Trial, TriedStep
+from graphrt.trust.verdict import TrialRecord, TriedGraph, Verdict
+from graphrt.trust.warm_up import WarmedUp
+from graphrt.trust.watching.watch import Watch
 
 ROWS, LIVE = 4, 3
 NAMES = {

@@ -25,9 +25,9 @@ from graphrt import (
     eager_break,
 )
 from graphrt.core.base.errors import PythonStateError, StateTooLargeError
-from graphrt.core.trust.reads import ReadSet
-from graphrt.core.trust.snapshot import StateSnapshot
-from graphrt.core.trust.warm_up import WarmedUp, WatchedState
+from graphrt.trust.reads import ReadSet
+from graphrt.trust.snapshot import StateSnapshot
+from graphrt.trust.warm_up import WarmedUp, WatchedState
 
 WIDTH = 4
 PADDED = InputSpec(torch.float32, ("tokens", WIDTH), pad=1.0)

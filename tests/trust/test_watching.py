@@ -11,9 +11,9 @@ from torch import nn
 
 from graphrt.core.base import tree
 from graphrt.core.base.torch_names import dispatch_modes
-from graphrt.core.trust.snapshot import Generators
-from graphrt.core.trust.watching.watch import Use, Watch
-from graphrt.core.trust.watching.writes import storage_of
+from graphrt.trust.snapshot import Generators
+from graphrt.trust.watching.watch import Use, Watch
+from graphrt.trust.watching.writes import storage_of
 
 Run = Callable[[torch.Tensor, torch.Tensor], Any]
 

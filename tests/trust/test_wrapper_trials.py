@@ -31,14 +31,14 @@ from graphrt import (
     wrapper_class,
 )
 from graphrt.core.base._native_door import NativeWatch
-from graphrt.core.runner.checks import Checks
-from graphrt.core.trust.reads import ReadSet
 from graphrt.errors import (
     GraphQuarantinedWarning,
     MissingUpdateError,
     StaleInputError,
     VerificationError,
 )
+from graphrt.trust.checks import Checks
+from graphrt.trust.reads import ReadSet
 from tests.trust.host_programs import WIDTH, Net
 
 IS_TOLD = NativeWatch is not None

@@ -13,9 +13,9 @@ from graphrt import GraphRunner, InputSpec
 from graphrt.compile.backend.as_operator import AsOperator, TellingWrites
 from graphrt.core.base import tree
 from graphrt.core.base.thread_mode import is_watched
-from graphrt.core.trust.watching import writes
-from graphrt.core.trust.watching.watch import Watch
-from graphrt.core.trust.watching.writes import SavedWrites, WriteWatch, note_operators
+from graphrt.trust.watching import writes
+from graphrt.trust.watching.watch import Watch
+from graphrt.trust.watching.writes import SavedWrites, WriteWatch, note_operators
 
 NAMESPACE = "graphrt_write_watch"
 

@@ -16,7 +16,7 @@ from graphrt.compile.trace._side_effects import Rewritten, readable_name
 from graphrt.compile.trace.parameters import NO_DEFAULT, Parameters
 from graphrt.compile.trace.subject import Method, kind_of, kind_text
 from graphrt.core.base.thread_mode import without_free_keys
-from graphrt.core.runner.checks import Ambient
+from graphrt.trust.checks import Ambient
 
 _AS_TRACED = "what the trace has baked in"
 

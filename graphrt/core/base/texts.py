@@ -4,6 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+_MOST_TOLD = 8
+"""How many names a text lists; of more it tells their number."""
+
+
+def listed(names: Sequence[object]) -> str:
+    """Names in a text, and how many more there are."""
+    more = f" and {len(names) - _MOST_TOLD} more" if len(names) > _MOST_TOLD else ""
+    return ", ".join(map(str, names[:_MOST_TOLD])) + more
+
 
 def size_text(size_bytes: int) -> str:
     """12345 as "12.1 KiB"."""

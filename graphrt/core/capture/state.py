@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base.errors import InvalidOptionError, StaleInputError
+from graphrt.core.base.errors import InvalidOptionError, StaleInputError, StateTooLargeError
 from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import check_kind, check_takes, shown
 from graphrt.core.base.thread_mode import without_gradients
@@ -99,3 +99,25 @@ class State:
 def as_states(states: Iterable[State | torch.Tensor]) -> Sequence[State]:
     """The states, with tensors among them wrapped as `State`."""
     return [state if isinstance(state, State) else State(state) for state in states]
+
+
+def saved(states: Iterable[State | torch.Tensor], limit_bytes: int) -> list[Callable[[], None]]:
+    """Save declared states now; returns for each a function that restores it. Raises
+    `StateTooLargeError` if they take more than `limit_bytes`; then nothing is saved."""
+    declared = as_states(states)
+    total = sum(state.bytes for state in declared)
+    if total > limit_bytes:
+        raise too_large("the declared state", f"{total} bytes", limit_bytes)
+    return [state.save() for state in declared]
+
+
+def too_large(state: str, got: str, limit_bytes: int) -> StateTooLargeError:
+    """The error for state that takes more memory than it may."""
+    return StateTooLargeError(
+        f"saving {state} takes too much memory",
+        got=got,
+        expected=f"at most {limit_bytes} bytes",
+        advice="pad the index inputs of a KV cache to a dummy page; or declare what changes, and "
+        "no cache: Host(state=[State(tensor, rows=...)]) or State(save=..., restore=...); or "
+        "raise state_limit_bytes",
+    )

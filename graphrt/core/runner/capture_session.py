@@ -27,8 +27,7 @@ from graphrt.core.batch.context import ForwardContext
 from graphrt.core.batch.descriptor import Batch, BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.guard import SideDoors, side_doors
-from graphrt.core.device.contract import GraphWork, StreamRoom
-from graphrt.core.device.platform import Platform
+from graphrt.core.device.contract import GraphWork
 from graphrt.core.dispatch.ladders import preference
 from graphrt.core.dispatch.reasons import Agreed, Dispatch
 from graphrt.core.plan.sizes import CaptureKey
@@ -37,10 +36,7 @@ from graphrt.core.replay.tasks import WORST_CASE
 from graphrt.core.runner import graph_table
 from graphrt.core.runner.executor import StepExecutor
 from graphrt.core.runner.host import Phase
-from graphrt.core.runner.trials import try_examples
-from graphrt.core.trust.snapshot import StateSnapshot
-from graphrt.core.trust.warm_up import WatchedState
-from graphrt.core.trust.watching.watch import WorkCount
+from graphrt.core.runner.streams import StreamLedger, WorkCount
 
 Progress = Callable[[int, int, BatchDescriptor], None]
 """Told how many graphs are done, of how many, and which one comes next (at the end: the last)."""
@@ -139,7 +135,7 @@ def capture_for_step(
     wanted = graphs.dispatcher.planned_for(batch, agreed=agreed)
     if wanted is None or (dispatch.slot >= 0 and preference(wanted) >= preference(dispatch)):
         return dispatch, values
-    if wanted.slot in graphs.left_out or graphs.checks.glances.changed_settings():
+    if wanted.slot in graphs.left_out or graphs.checks.changed_settings():
         return dispatch, values
     # The capture fills the buffers, which the inputs may be views of. They may also be outputs of
     # the last step, on another stream: wait for it. `check` refuses freed memory, of which a copy
@@ -172,7 +168,7 @@ def _finish(executor: StepExecutor) -> None:
         _tell_dropped(graphs)
     if setup.host.example is not None:
         try:
-            try_examples(executor, setup.host.example, graphs.release)
+            graphs.checks.try_examples(executor, setup.host.example)
         except Exception:
             # A trial would fail again: `capture_next()` tries no graph until `release()`.
             graphs.leave_out(setup.plan.keys)
@@ -221,21 +217,12 @@ class CaptureSession:
         self._graphs = graphs
         # Steps on another stream may still use the state that is saved.
         setup.pool.streams.follow()
-        has_parts, platform = setup.plan.mode.has_piecewise, setup.pool.platform
-        limit = setup.options.state_limit(platform)
         # Runs warm-ups and captures of the forward, and puts its state back after each.
-        self._state = WatchedState(
-            StateSnapshot(platform.device_type, limit, declared=[*setup.host.state]),
-            graphs.reads,
-            graphs.warmed_up,
-            pads=setup.inputs.declared.addresses,
-            is_in_graphs=partial(platform.owns, setup.pool.memory),
-            has_parts=has_parts,
-        )
-        self._streams = StreamLedger(platform, setup.options.breaks)
+        self._state = graphs.checks.runs(setup)
+        self._streams = StreamLedger(setup.pool.platform, setup.options.breaks)
         # Notes which tensors eager parts have made. Only PIECEWISE captures ask for it; to watch an
         # operator takes longer than a small operator does.
-        self._doors = SideDoors() if has_parts else None
+        self._doors = SideDoors() if setup.plan.mode.has_piecewise else None
 
         # The query length, where all graphs have the same one.
         lengths = {descriptor.query_len for _, descriptor in setup.plan.keys}
@@ -256,8 +243,8 @@ class CaptureSession:
         graphs.destroy_leftovers()
         if graphs.records:
             # Graphs that are captured already read the old addresses.
-            graphs.reads.check_named()
-            changed = graphs.checks.glances.changed_settings()
+            graphs.named.check()
+            changed = graphs.checks.changed_settings()
             if changed:
                 raise changed
             # At its end the session notes the Python state as that of all graphs. Without this look
@@ -282,7 +269,7 @@ class CaptureSession:
                 rows = BatchDescriptor(setup.inputs.tokens, setup.inputs.reqs)
                 self._run(graph_table.PreparedStep(graphs, *(keys or [(GraphMode.NONE, rows)])[0]))
             if not graphs.records:
-                graphs.reads.record()
+                graphs.named.record()
             if keys:
                 freeze_garbage(undo, self)
                 self._capture(keys, progress, more=more)
@@ -345,11 +332,8 @@ class CaptureSession:
         warm_up_s = time.perf_counter() - began
         is_cold = not self._setup.options.warmups
         # Without a warm-up it is unknown whether the forward reads memory of the host.
-        transaction.lifts_constants |= is_cold or self._graphs.reads.are_on_host()
-        # Only watched warm-ups note the forward's own generators. Without one it may draw.
-        is_noted = not is_cold and self._graphs.reads.watched
-        generators = self._state.snapshot.generators
-        transaction.may_draw = not is_noted or generators.have_drawn(generators.take())
+        transaction.lifts_constants |= is_cold or self._state.reads_host_memory()
+        transaction.may_draw = is_cold or self._state.may_draw()
         transaction.work = work
         self._streams.check(graph, work)
         outside = pool.platform.driver_bytes()
@@ -470,8 +454,7 @@ class CaptureSession:
             self._state.settle(partial(resolve, self._probe))
         else:
             resolve(None)
-            if graphs.reads.watched:
-                graphs.reads.settle()
+            self._state.give_up()
         published = graphs.dispatcher.published
         graphs.checks.captured(published, more=more)
         for dispatch in published:
@@ -492,77 +475,3 @@ class CaptureSession:
 
 def _growth(before: int | None, after: int | None) -> int | None:
     return None if before is None or after is None else after - before
-
-
-class StreamLedger:
-    """Refuses graphs that the device has too few free streams for: a capture that runs out of
-    streams in its middle may cost the process (see the platform).
-
-    Around each graph: `check`, its warm-up under `counter`, `check` with the work of that, the
-    capture, then `took`, or `failed` if streams ran out. The first graph of a mode and kind needs
-    what its warm-up shows, further ones what the last one took. Where the device does not tell its
-    streams, nothing is refused.
-    """
-
-    def __init__(self, platform: Platform, breaks: tuple[str, ...] = ()) -> None:
-        self._platform = platform
-        self._breaks = frozenset(breaks)
-        # The room before this graph, and before the session; None where the device does not tell.
-        # The reserve is always the first one's: the platform's shrinks with the free streams.
-        self._before = self._first = platform.stream_room()
-        # (mode, kind) -> the streams that the last such graph took.
-        self._needs: dict[Hashable, int] = {}
-
-    def counter(self, graph: graph_table.PreparedStep) -> WorkCount | None:
-        """A mode that counts the work of this graph's warm-up; None where the device does not tell
-        its streams."""
-        if self._first is None:
-            return None
-        count = WorkCount(self._platform.stream_id_reader(), self._breaks)
-        count.work.in_pieces = graph.mode is GraphMode.PIECEWISE
-        return count
-
-    def check(self, graph: graph_table.PreparedStep, work: GraphWork | None = None) -> None:
-        """Note the free streams, and raise `StreamBudgetError` if the graph will take more than it
-        may. Called before the graph, when the needs of the first one of a kind are unknown; and
-        after its warm-up, with the `work` which that issued.
-        """
-        room = self._before = self._room()
-        needed = self._needs.get((graph.mode, graph.descriptor.kind))
-        if needed is None and work is not None:
-            needed = self._platform.streams_needed(work)
-        if room is not None and needed is not None and needed > room.usable:
-            raise _too_few_streams(needed, room)
-
-    def took(self, graph: graph_table.PreparedStep) -> int | None:
-        """Note how many streams a graph took since `check`, and return that; raises
-        `StreamBudgetError` if fewer are free now than the reserve."""
-        before, after = self._before, self._room()
-        if before is None or after is None:
-            return None
-        taken = self._needs[graph.mode, graph.descriptor.kind] = max(0, before.free - after.free)
-        if after.free < after.reserve:
-            raise _too_few_streams(taken, before)
-        return taken
-
-    def failed(self, graph: graph_table.PreparedStep) -> None:
-        """Note that a graph ran out of streams after its capture had begun."""
-        if self._before is not None:
-            # More than there were: further graphs of its kind are refused before their capture.
-            self._needs[graph.mode, graph.descriptor.kind] = self._before.usable + 1
-
-    def _room(self) -> StreamRoom | None:
-        """The free streams now, with the reserve of the session's beginning."""
-        if self._first is None:
-            return None
-        room = self._platform.stream_room()
-        return None if room is None else StreamRoom(room.free, self._first.reserve)
-
-
-def _too_few_streams(needed: int, room: StreamRoom) -> errors.StreamBudgetError:
-    return errors.StreamBudgetError(
-        "the device has too few free streams for this graph",
-        got=f"{room.free} free, {room.reserve} of them kept in reserve",
-        expected=f"{needed}, by its warm-up or by a graph of the same kind",
-        advice="capture fewer sizes or fewer pieces; what is captured serves",
-    )

@@ -25,13 +25,13 @@ from graphrt.core.batch.modes import GraphMode
 from graphrt.core.dispatch.dispatcher import Count
 from graphrt.core.dispatch.reasons import Agreed, Dispatch, Reason
 from graphrt.core.inputs.buffers import batch_of
+from graphrt.core.replay.gradients import marked
 from graphrt.core.replay.pool import GraphPool
 from graphrt.core.replay.recording import is_inside_capture, under_way
 from graphrt.core.runner.capture_session import capture_for_step
-from graphrt.core.runner.executor import Step, StepExecutor, Values
+from graphrt.core.runner.contract import Step, Values
+from graphrt.core.runner.executor import StepExecutor
 from graphrt.core.runner.graph_table import PreparedStep
-from graphrt.core.runner.trials import differing_inputs, run_trial, run_verified
-from graphrt.core.trust.gradients import marked
 
 
 class StepEngine:
@@ -190,19 +190,18 @@ class StepEngine:
         dispatch, checks = step.dispatch, self._checks
         reason = None if checks.decided else checks.why_eager(dispatch, agreed=step.agreed)
         if reason is None:
-            differing = differing_inputs(self._executor, step)
-            if not checks.wants_trial(dispatch.slot, differing):
+            tried = checks.try_step(self._executor, step)
+            if tried is None:
                 return dispatch, self._executor.run_padded(step)
-            try:
-                return run_trial(self._executor, step, differing)
-            except errors.StateTooLargeError as error:
-                reason = checks.cannot_try(dispatch.slot, error)
+            if not isinstance(tried, Reason):
+                return tried
+            reason = tried
         # Before the run: if the forward raises, `last_dispatch` must not say HIT.
         self.last_dispatch = eager = self._dispatcher.run_eagerly(dispatch, step.batch, reason)
         if not step.agreed:
             return eager, self._run_unpadded(step._replace(dispatch=eager))
         outputs = self._executor.run_padded(step, eager=True)
-        checks.look_after_eager_step()
+        checks.after_eager_step()
         return eager, outputs
 
     def failed(
@@ -264,14 +263,14 @@ class StepEngine:
             self.last_dispatch = dispatch
             if dispatch.slot < 0:
                 return tree.cloned(self._run_unpadded(step))
-            verdict = run_verified(self._executor, step)
+            outputs, failure = self._graphs.checks.verify(self._executor, step)
         except BaseException:  # a Ctrl-C too: which updates the graph has is unknown
             self._executor.step_failed(updates)
             raise
         self.live_tokens += batch[0]
-        if verdict.failure is not None:
-            raise verdict.failure
-        return verdict.outputs
+        if failure is not None:
+            raise failure
+        return outputs
 
     def _run_unpadded(self, step: Step) -> Any:
         """Run a step eagerly on its live rows alone. With `strict` raises `CaptureSealedError` for
@@ -288,11 +287,8 @@ class StepEngine:
                     got=batch,
                     expected=f"a batch that one of {len(plan.keys)} graphs serves",
                 )
-        # CPython has told of a change: look before the forward runs, or its own changes would be
-        # taken for the host's.
-        if self._graphs.reads.host.rung:
-            self._checks.look_at_host()
+        self._checks.before_eager_step()
         try:
             return self._executor.run_unpadded(step)
         finally:
-            self._checks.look_after_eager_step()
+            self._checks.after_eager_step()

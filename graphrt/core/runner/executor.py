@@ -10,7 +10,7 @@ import copy
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -21,9 +21,9 @@ from graphrt.core.base.thread_mode import unseen
 from graphrt.core.batch.context import ForwardContext, current_context
 from graphrt.core.batch.descriptor import Batch, live_query_len
 from graphrt.core.batch.modes import GraphMode
-from graphrt.core.dispatch.reasons import Dispatch
 from graphrt.core.inputs.buffers import batch_of, reqs_of, wrong_requests
 from graphrt.core.replay.tasks import DEFERRED, UNCHANGED, WORST_CASE, check_names, failed_half_way
+from graphrt.core.runner.contract import Step, Values
 from graphrt.core.runner.graph_table import GraphTable, PreparedStep
 from graphrt.core.runner.host import Phase
 
@@ -33,23 +33,6 @@ _NONE, _PIECEWISE = GraphMode.NONE, GraphMode.PIECEWISE
 Around = Callable[[Callable[[], Any]], Any]
 """Calls the forward that it is given, once the inputs are filled. Trials pass one that watches the
 run."""
-
-
-Values = Mapping[str, Any]
-"""The tensors of a step, by the names of the inputs."""
-
-
-class Step(NamedTuple):
-    """One step: its batch, its dispatch (the graph, or why there is none) and what the host gave,
-    with `updates` as `StepExecutor.updates_of` resolves them. With `agreed`, ranks have agreed on
-    the graph."""
-
-    batch: Batch
-    dispatch: Dispatch
-    values: Values
-    updates: Any = None
-    metadata: Any = None
-    agreed: bool = False
 
 
 class StepExecutor:

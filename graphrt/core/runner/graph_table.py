@@ -4,7 +4,7 @@ of them, with what its capture and each of its steps need."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -27,12 +27,9 @@ from graphrt.core.plan.sizes import CaptureKey
 from graphrt.core.replay.entry import Entry
 from graphrt.core.replay.handout import LiveOutputs
 from graphrt.core.replay.pool import GraphPool
-from graphrt.core.runner.checks import NO_INPUTS, Checks
+from graphrt.core.runner.contract import StepChecks, Written
 from graphrt.core.runner.setup import RunnerSetup
-from graphrt.core.trust.reads import ReadSet
-from graphrt.core.trust.warm_up import WarmedUp
-from graphrt.core.trust.watching.pointers import UnknownMemory
-from graphrt.core.trust.watching.watch import Use
+from graphrt.core.runner.weights import NamedWeights
 
 
 @public("graphrt.types")
@@ -128,7 +125,7 @@ class PreparedStep:
             views = {name: view.detach() for name, view in views.items()}
         return self._setup.inputs.nest(views)
 
-    def check_written(self, written: Mapping[int, Use]) -> None:
+    def check_written(self, written: Mapping[int, Written]) -> None:
         """Raise `RefusedOpError` if a warm-up has written an input that has no batch axis: that is
         meant as state, and the next step's fill would overwrite it."""
         with_rows = self._setup.inputs.declared.with_rows
@@ -197,11 +194,10 @@ class GraphTable:
     slots that no step and no `capture_next()` tries again, with the graph if it was dropped for
     want of room, and None if it failed. The table is changed only in a turn of the pool.
 
-    Whether the graphs still equal their forward is told by `reads`, the memory they read;
-    `checks`, the looks and trials of steps; and `warmed_up`, the operators of each kind's warm-up.
+    Whether the graphs still equal their forward is told by `named`, its weights, and by `checks`.
     """
 
-    def __init__(self, setup: RunnerSetup) -> None:
+    def __init__(self, setup: RunnerSetup, checks: StepChecks) -> None:
         self.dispatcher = GraphDispatcher(setup.plan.mode, max_padding=setup.options.max_padding)
         for key in setup.plan.keys:
             self.dispatcher.reserve(*key)
@@ -209,20 +205,8 @@ class GraphTable:
         self.records: list[GraphRecord] = []
         self.left_out: dict[int, DroppedGraph | None] = {}
         self.sealing = Sealing(setup.options)
-        self.reads = ReadSet(
-            setup.forward,
-            [module.weights for module in setup.compiled],
-            watched=setup.options.checks("capture"),
-            has_full=setup.plan.mode.has_full,
-        )
-        self.warmed_up: dict[Hashable, WarmedUp] = {}
-        self.checks = Checks(
-            setup.options,
-            self.reads,
-            setup.pool.platform.device_type,
-            inputs=NO_INPUTS if setup.host.mixes_rows else setup.inputs.declared.shows,
-            reqs=setup.inputs.reqs,
-        )
+        self.named = NamedWeights(setup.forward, [module.weights for module in setup.compiled])
+        self.checks = checks
         self.setup = setup
         # Whether the runner is closed: see `check_open`.
         self.closed = False
@@ -285,15 +269,6 @@ class GraphTable:
         states = as_states(self.setup.host.state)
         yield from (state.tensor for state in states if state.tensor is not None)
 
-    def unknown_memory(
-        self, only: Collection[BatchDescriptor] | None = None
-    ) -> UnknownMemory | None:
-        """Memory that nodes of the graphs, with `only` those of these descriptors, may touch and
-        nobody has named: see `ReadSet`. None if there are no graphs."""
-        if not self.records:
-            return None
-        return self.reads.unknown_memory(self.entries(only), self.setup.pool, self.own_tensors())
-
     def check(self) -> None:
         """Raise the errors of `GraphRunner.weights_changed`, for weights and modules. From then on
         steps that are checked run eagerly."""
@@ -301,8 +276,8 @@ class GraphTable:
             for module in self.setup.compiled:
                 module.weights_changed()
             if self.records:
-                self.reads.check(self.entries(), self.own_tensors())
-                self.checks.look_at_host()
+                self.named.check()
+                self.checks.check_weights(self)
         except errors.GraphRTError as error:
             if not isinstance(error, errors.UntrackedWeightsError):
                 self.checks.set_aside(error)
@@ -346,10 +321,9 @@ class GraphTable:
         self.setup.outputs.forget()
         for module in self.setup.compiled:
             module.unseal()
-        self.warmed_up.clear()
-        self.checks.reset()
         self.destroy_leftovers()
-        self.reads.forget()
+        # Last: until then graphs may read what the checks keep alive.
+        self.checks.reset()
 
     def destroy_leftovers(self) -> None:
         """Destroy the graphs that the dispatcher does not serve, the last first: of a capture that

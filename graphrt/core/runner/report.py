@@ -14,16 +14,13 @@ import torch
 
 from graphrt._version import __version__
 from graphrt.core.base.homes import public
-from graphrt.core.base.texts import aligned, counted, seconds_text, size_text
+from graphrt.core.base.texts import aligned, counted, listed, seconds_text, size_text
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.dispatch.reasons import Reason
 from graphrt.core.plan.sizes import CaptureKey
+from graphrt.core.runner.findings import TrialRecord, TrustReport
 from graphrt.core.runner.graph_table import DroppedGraph, GraphRecord, GraphTable
-from graphrt.core.trust.compare import listed
-from graphrt.core.trust.reads import TensorUse
-from graphrt.core.trust.verdict import TrialRecord
-from graphrt.core.trust.watching.pointers import UnknownMemory
 
 FORMAT = 2
 """The version of `to_dict()`: it grows when a key is removed or means something else. New keys may
@@ -37,38 +34,6 @@ _FIGURES = (
 _MOST_ROWS = 24
 """The most graphs with a row in the printed table, so that it fits on a screen: those that served
 the most steps."""
-
-
-@public("graphrt.types")
-@dataclass(frozen=True)
-class TrustReport:
-    """What is known of whether the graphs equal their forward.
-
-    `reads` is what watched warm-ups read and wrote beside the inputs, kept alive until `release()`;
-    `trials` what came of trying each graph, "untried" until a step or `Host(example=)` has.
-    `protected` is memory too large to be saved, and which rows of it warm-ups wrote. `unknown` is
-    memory that nodes of tried graphs point to and no watched run has used, None where a device
-    cannot tell. With `mixes_rows` live rows depend on padding by design.
-
-    What a host changes in Python is seen at the next step if it is in one of the `watched` dicts,
-    and after `glance_steps` steps at most elsewhere; `not_watched` says why there are none.
-    `harmless` are the attributes whose changes are looked at no more, as three made no difference.
-    """
-
-    reads: tuple[TensorUse, ...] = ()
-    trials: tuple[TrialRecord, ...] = ()
-    protected: tuple[str, ...] = ()
-    unknown: UnknownMemory | None = None
-    mixes_rows: bool = False
-    watched: int = 0
-    glance_steps: int = 0
-    not_watched: str = ""
-    harmless: tuple[str, ...] = ()
-
-    @property
-    def only_graphs_bytes(self) -> int:
-        """Bytes that only graphs hold: the forward has let go of them."""
-        return sum(use.bytes for use in self.reads if use.moved)
 
 
 @public("graphrt")
@@ -92,7 +57,7 @@ class RunnerReport:
     """Planned graphs that did not fit on the device."""
     staging_waits: int = 0
     """Steps whose host had to wait until the memory that stages inputs was free again."""
-    trust: TrustReport = TrustReport()
+    trust: TrustReport = field(default_factory=TrustReport)
     mode: GraphMode = GraphMode.NONE
     device: str = ""
     sizes: dict[tuple[GraphMode, BatchDescriptor] | Reason, dict[int, int]] = field(
@@ -188,22 +153,7 @@ def report_of(graphs: GraphTable, live_tokens: int, *, quick: bool = False) -> R
         # MISSING_GRAPH is left to the dispatcher, which counts it once a step: wrappers count it
         # once for each piece.
         reasons.update({**owner.eager_calls, Reason.MISSING_GRAPH: 0})
-    trials = tuple(replace(record) for record in graphs.checks.records.values())
-    trust = TrustReport(trials=trials, mixes_rows=setup.host.mixes_rows)
-    reads = graphs.reads
-    if reads.watched and not quick:
-        tried = [record.descriptor for record in trials if record.steps]
-        trust = replace(
-            trust,
-            reads=reads.table(),
-            protected=tuple(reads.protected),
-            unknown=graphs.unknown_memory(tried) if tried else None,
-            watched=reads.host.watched,
-            # A step glances at a few places only; after `rounds` steps each had its turn.
-            glance_steps=reads.rounds,
-            not_watched=reads.host.why_not,
-            harmless=tuple(graphs.checks.harmless),
-        )
+    trust = graphs.checks.report(graphs, quick=quick)
     return RunnerReport(
         graphs=tuple(graphs.records),
         steps=dispatcher.hits(),
@@ -212,7 +162,7 @@ def report_of(graphs: GraphTable, live_tokens: int, *, quick: bool = False) -> R
         pool_bytes=setup.pool.bytes(),
         dropped=graphs.dropped,
         staging_waits=setup.inputs.transport.waits,
-        trust=trust,
+        trust=replace(trust, mixes_rows=setup.host.mixes_rows),
         mode=setup.plan.mode,
         device=str(setup.pool.device),
         sizes=dispatcher.sizes(),

@@ -1,4 +1,7 @@
-"""`GraphRunner`: static buffers, dispatch, capture and replay of one forward."""
+"""`Runner`: static buffers, dispatch, capture and replay of one forward.
+
+`graphrt.GraphRunner` is a `Runner` that has its checks of `graphrt.trust`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Generic
 from typing_extensions import TypeVar  # in typing from Python 3.13 on
 
 from graphrt.core.base.errors import Uncopied
-from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import check_kind
 from graphrt.core.capture.refusals import NESTED_CAPTURE
 from graphrt.core.dispatch.reasons import Dispatch
@@ -18,79 +20,39 @@ from graphrt.core.replay.pool import in_turn
 from graphrt.core.replay.recording import current_capture, refuse_inside_capture
 
 if TYPE_CHECKING:
-    import torch
-    from typing_extensions import Self, Unpack  # in typing from Python 3.11 on
+    from typing_extensions import Self  # in typing from Python 3.11 on
 
     from graphrt.core.batch.descriptor import Batch
     from graphrt.core.batch.modes import GraphMode
-    from graphrt.core.capture.options import GraphOptions
     from graphrt.core.device.platform import Platform
     from graphrt.core.dispatch.dispatcher import GraphDispatcher
-    from graphrt.core.inputs.outputs import OutputAxes
-    from graphrt.core.inputs.spec import InputSpec
-    from graphrt.core.plan.plan import Plan, PlanArguments
-    from graphrt.core.replay.pool import GraphPool
     from graphrt.core.runner.capture_session import CaptureProgress, Progress
-    from graphrt.core.runner.host import Host
+    from graphrt.core.runner.contract import StepChecks
     from graphrt.core.runner.report import RunnerReport
+    from graphrt.core.runner.setup import RunnerSetup
 
 T = TypeVar("T")
 R = TypeVar("R", default=Any)
 
 
-@public("graphrt")
-class GraphRunner(Uncopied, Generic[R]):
-    """Runs a forward for batches of any size, through graphs captured for some sizes.
-
-    A call returns what `forward` returns: `GraphRunner[Tensor]` is the type of one whose forward
-    returns a tensor. Before `capture()` every batch runs eagerly; after it, batches that no graph
-    serves do, each with a reason. Equal means: bit for bit what `forward` gives on the same padded
-    inputs.
-    """
+class Runner(Uncopied, Generic[R]):
+    """Runs a forward for batches of any size, through graphs captured for some sizes: see
+    `graphrt.GraphRunner`, which is made with its arguments one by one."""
 
     _is_closed = False
 
-    def __init__(
-        self,
-        forward: Callable[..., R],
-        plan: Plan | None = None,
-        *,
-        inputs: Mapping[str, InputSpec | Mapping[str, Any]],
-        outputs: OutputAxes = None,
-        host: Host | None = None,
-        options: GraphOptions | None = None,
-        platform: Platform | str | None = None,
-        pool: GraphPool | None = None,
-        device: torch.device | str | None = None,
-        **arguments: Unpack[PlanArguments],
-    ) -> None:
-        """`plan` says which graphs there are; in its place its own arguments may be given here
-        (`sizes=[1, 2, 4]`). `inputs` names every tensor argument of `forward`; `outputs` gives the
-        axes of what it returns, such as ("tokens", 64) or {"logits": ("reqs", None)}; None is any
-        size. What it does not name is found by comparing shapes at two sizes, if need be with an
-        eager step more in `capture()`. `host` is what the host hooks in, `options` how graphs are
-        captured and replayed. `pool` shares memory with what never runs at the same time as this
-        runner. `device` is where the inputs' buffers are and the graphs run, by default the pool's
-        device: the current one where the runner is made. It becomes current in every call.
-
-        A plan of another platform, or without the compiled modules that the forward is or has, is
-        resolved again; a `PlanChangedWarning` says what changed. Raises the named errors of bad
-        plans, inputs and platforms.
-        """
+    def __init__(self, setup: RunnerSetup, checks: StepChecks) -> None:
+        """`checks` say which steps may be replayed: see contract.py."""
         # Imported by the first runner, so that programs which only name the class, in a registry or
         # a signature, start without the code that runs and captures.
         from graphrt.core.runner.engine import StepEngine
         from graphrt.core.runner.executor import StepExecutor
         from graphrt.core.runner.graph_table import GraphTable
-        from graphrt.core.runner.setup import RunnerSetup
 
-        setup = RunnerSetup(
-            forward, plan, inputs, outputs, host, options, platform, pool, device, arguments
-        )
         self.options, self.plan = setup.options, setup.plan
         self.pool, self.inputs = setup.pool, setup.inputs
         # The table has the graphs, the executor runs a step, the engine decides how.
-        self.graphs = GraphTable(setup)
+        self.graphs = GraphTable(setup, checks)
         self._executor = StepExecutor(self.graphs)
         self._engine = StepEngine(self._executor)
         # What `__call__` calls for a step. Observers wrap it (graphrt/observe/tap.py): a step that

@@ -29,7 +29,7 @@ import torch
 
 from graphrt.core.base import tree
 from graphrt.core.base.torch_names import global_hooks
-from graphrt.core.trust.places.walk import is_library
+from graphrt.trust.places.walk import is_library
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _INNER = ("_parameters", "_buffers", "_modules", *_HOOKS)

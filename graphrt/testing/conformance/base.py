@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from graphrt._runner import GraphRunner
 from graphrt.core.batch.context import CaptureTransaction, ForwardContext
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
@@ -18,7 +19,6 @@ from graphrt.core.device.platform import Platform
 from graphrt.core.inputs.spec import InputSpec
 from graphrt.core.replay.entry import SegmentHooks
 from graphrt.core.replay.pool import GraphPool
-from graphrt.core.runner.runner import GraphRunner
 
 FULL, PIECEWISE, NONE = GraphMode.FULL, GraphMode.PIECEWISE, GraphMode.NONE
 D4, D2 = BatchDescriptor(4), BatchDescriptor(2)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from graphrt._runner import GraphRunner
 from graphrt.core.base.errors import CaptureError, OverwrittenOutputError, PoolClosedError
 from graphrt.core.base.torch_names import can_mark_unreadable
 from graphrt.core.batch.descriptor import Batch
@@ -16,7 +17,6 @@ from graphrt.core.capture.options import GraphOptions
 from graphrt.core.dispatch.reasons import Reason
 from graphrt.core.inputs.spec import InputSpec
 from graphrt.core.runner.host import Host
-from graphrt.core.runner.runner import GraphRunner
 from graphrt.testing.conformance.base import ConformanceBase
 
 MODES = ["NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"]

@@ -27,7 +27,6 @@ from diffusers.models.transformers.transformer_flux import FluxAttnProcessor  # 
 
 from graphrt import Reason  # noqa: E402
 from graphrt.core.replay.recording import is_inside_capture  # noqa: E402
-from graphrt.core.trust.places.walk import places_of  # noqa: E402
 from graphrt.errors import InvalidOptionError, UnsupportedHostError  # noqa: E402
 from graphrt.hosts.diffusers import (  # noqa: E402
     EagerDenoiserWarning,
@@ -37,6 +36,7 @@ from graphrt.hosts.diffusers import (  # noqa: E402
     with_graphs,
     without_graphs,
 )
+from graphrt.trust.places.walk import places_of  # noqa: E402
 from tests.hosts.of_diffusers.pipelines import (  # noqa: E402
     FAMILIES,
     PROMPT,

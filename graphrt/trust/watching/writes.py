@@ -14,11 +14,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from graphrt.core.base import torch_names, tree
 from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base.errors import StateTooLargeError
+from graphrt.core.base.texts import listed
 from graphrt.core.base.thread_mode import WATCH_KEY, unseen, watch_key
 from graphrt.core.base.torch_names import include_key
 from graphrt.core.capture import operators
 from graphrt.core.capture.operators import WHOLE, Index, OperatorFacts, Rows, facts_of
-from graphrt.core.trust.compare import difference, listed
+from graphrt.core.capture.state import too_large
+from graphrt.trust.compare import difference
 
 T = TypeVar("T")
 
@@ -212,18 +214,6 @@ def _same_rows(ours: Index, theirs: Index) -> bool:
         if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
         else type(a) is type(b) and a == b
         for a, b in zip(ours, theirs, strict=True)
-    )
-
-
-def too_large(state: str, got: str, limit_bytes: int) -> StateTooLargeError:
-    """The error for state that takes more memory than it may."""
-    return StateTooLargeError(
-        f"saving {state} takes too much memory",
-        got=got,
-        expected=f"at most {limit_bytes} bytes",
-        advice="pad the index inputs of a KV cache to a dummy page; or declare what changes, and "
-        "no cache: Host(state=[State(tensor, rows=...)]) or State(save=..., restore=...); or "
-        "raise state_limit_bytes",
     )
 
 

@@ -15,12 +15,9 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import pickle
-import random
-import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from operator import attrgetter, eq, is_, itemgetter, methodcaller
+from operator import eq, is_, itemgetter
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -28,13 +25,15 @@ import torch
 from graphrt.core.base import tree
 from graphrt.core.base._undo import Undo
 from graphrt.core.base.option_values import told
+from graphrt.core.base.texts import listed
 from graphrt.core.base.thread_mode import outside_modes, unseen
-from graphrt.core.capture.state import State, as_states
-from graphrt.core.trust.compare import difference, listed
-from graphrt.core.trust.places import slots
-from graphrt.core.trust.places.slots import MISSING, Place, Way, call, same_value
-from graphrt.core.trust.places.walk import Kind, Places, is_array, shape_of
-from graphrt.core.trust.watching.writes import SavedWrites, too_large
+from graphrt.core.capture.generators import Generators
+from graphrt.core.capture.state import State, saved
+from graphrt.trust.compare import difference
+from graphrt.trust.places import slots
+from graphrt.trust.places.slots import MISSING, Place, Way, call, same_value
+from graphrt.trust.places.walk import Kind, Places, is_array, shape_of
+from graphrt.trust.watching.writes import SavedWrites
 
 
 class Left(NamedTuple):
@@ -63,12 +62,8 @@ class StateSnapshot:
     ) -> None:
         """Raises `StateTooLargeError` if declared state takes more than `limit_bytes`; then nothing
         is saved."""
-        states = as_states(declared) if declared else []
-        total = sum(map(attrgetter("bytes"), states))
-        if total > limit_bytes:
-            raise too_large("the declared state", f"{total} bytes", limit_bytes)
         # For each declared state a function that puts it back.
-        self._declared: list[Callable[[], object]] = [*map(methodcaller("save"), states)]
+        self._declared = saved(declared, limit_bytes)
         self.memory = SavedWrites(limit_bytes, sums=sums)
         self.generators = Generators(device_type)
 
@@ -96,73 +91,6 @@ class StateSnapshot:
 
 
 _FIRST = itemgetter(0)
-
-# Random numbers -----------------------------------------------------------------------------------
-
-
-class Generators:
-    """The states of random generators: torch's default ones of the CPU and of one device, Python's,
-    NumPy's, and those that `note` was given before their first use."""
-
-    def __init__(self, device_type: str) -> None:
-        # For each generator: what reads its state, what sets it, and its state at the beginning.
-        self._saved: list[tuple[Callable[[], Any], Callable[[Any], object], Any]] = []
-        # The forward's own generators among them.
-        self._noted: list[Any] = []
-        self._save(torch.get_rng_state, torch.set_rng_state)
-        if device_type != "cpu":
-            device = torch.get_device_module(device_type)
-            if hasattr(device, "get_rng_state"):
-                self._save(device.get_rng_state, device.set_rng_state)
-        self._save(random.getstate, random.setstate)
-        numpy = sys.modules.get("numpy.random")
-        if numpy is not None:
-            self._save(numpy.get_state, numpy.set_state)
-
-    def note(self, generator: Any) -> None:
-        """Save the state of a generator that the forward has itself, unless it is saved already."""
-        if any(generator is each for each in self._noted):
-            return
-        self._noted.append(generator)
-        if isinstance(generator, random.Random):
-            self._save(generator.getstate, generator.setstate)
-        elif hasattr(generator, "bit_generator"):
-            bits = generator.bit_generator
-            self._save(lambda: bits.state, lambda state: setattr(bits, "state", state))
-        else:
-            self._save(generator.get_state, generator.set_state)
-
-    def note_given(self, values: Iterable[Any]) -> None:
-        """Save those of the generators among the arguments of an operator."""
-        for value in values:
-            if isinstance(value, torch.Generator):
-                self.note(value)
-
-    def take(self) -> list[Any]:
-        """The states at this moment."""
-        return [*map(call, map(_FIRST, self._saved))]
-
-    def have_drawn(self, states: Sequence[Any], since: Sequence[Any] | None = None) -> bool:
-        """Whether a run that left these states has drawn other numbers than one that left `since`;
-        without `since`, whether it has drawn any."""
-        before = [was for *_, was in self._saved] if since is None else since
-        return unseen(lambda: not all(map(_same_state, before, states)))
-
-    def restore(self, states: Sequence[Any] | None = None) -> None:
-        """Put back the states of the beginning, or those that `take` returned."""
-        for at, (_, put, was) in enumerate(self._saved):
-            put(states[at] if states is not None and at < len(states) else was)
-
-    def _save(self, get: Callable[[], Any], put: Callable[[Any], object]) -> None:
-        self._saved.append((get, put, get()))
-
-
-def _same_state(ours: Any, theirs: Any) -> bool:
-    if isinstance(ours, torch.Tensor):
-        return torch.equal(ours, theirs)
-    # Python's is a tuple, and NumPy's have an array in it.
-    return pickle.dumps(ours) == pickle.dumps(theirs)
-
 
 # What it holds in Python --------------------------------------------------------------------------
 

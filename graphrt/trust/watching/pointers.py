@@ -13,40 +13,13 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from functools import cache
-from typing import NamedTuple
 
 import torch
 
-from graphrt.core.base.homes import public
 from graphrt.core.base.thread_mode import unseen
 from graphrt.core.device.contract import DeviceGraph, MemoryBlock
 from graphrt.core.device.platform import Platform
-
-
-@public("graphrt.types")
-class UnknownBlock(NamedTuple):
-    """Memory in use, outside of graph pools, that graphs may touch and no watched run has used.
-
-    `bytes` is what was asked for, `nodes` how many nodes point to it, `name` where the forward has
-    it, "" where no name was found.
-    """
-
-    address: int
-    bytes: int
-    nodes: int
-    name: str = ""
-
-    def __str__(self) -> str:
-        name = f", {self.name}" if self.name else ""
-        return f"{self.bytes} bytes at {self.address:#x}, in {self.nodes} nodes{name}"
-
-
-@public("graphrt.types")
-class UnknownMemory(NamedTuple):
-    """All such blocks, the most used first; what `unread` nodes touch cannot be told."""
-
-    blocks: tuple[UnknownBlock, ...]
-    unread: int
+from graphrt.core.runner.findings import UnknownBlock, UnknownMemory
 
 
 def unknown_memory(

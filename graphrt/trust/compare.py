@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from itertools import repeat
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -26,16 +26,6 @@ products counts always: few forwards have none, and a host's own kernels obey it
 _FLIPPED = 1 / 8
 """The share of integers that rounding may change: a sampler then chooses another of equal
 tokens."""
-
-
-_MOST_TOLD = 8
-"""How many names a text lists; of more it tells their number."""
-
-
-def listed(names: Sequence[object]) -> str:
-    """Names in a text, and how many more there are."""
-    more = f" and {len(names) - _MOST_TOLD} more" if len(names) > _MOST_TOLD else ""
-    return ", ".join(map(str, names[:_MOST_TOLD])) + more
 
 
 class Difference(NamedTuple):

@@ -33,8 +33,8 @@ from typing import Any, NamedTuple
 import torch
 
 from graphrt.core.base import tree
-from graphrt.core.trust.places import slots
-from graphrt.core.trust.places.slots import FIXED, Place, bases_of, name_of, namespace_of
+from graphrt.trust.places import slots
+from graphrt.trust.places.slots import FIXED, Place, bases_of, name_of, namespace_of
 
 # Types -------------------------------------------------------------------------------------------
 

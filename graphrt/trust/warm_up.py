@@ -3,32 +3,30 @@ which is put back after each run without being declared."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base.errors import PythonStateError, StaleTensorWarning, warn_caller
+from graphrt.core.base.texts import listed
 from graphrt.core.base.thread_mode import without_kept_casts
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.guard import SideDoors, side_doors
 from graphrt.core.capture.operators import facts_of
-from graphrt.core.trust.compare import listed
-from graphrt.core.trust.places.slots import CONTENTS, Place
-from graphrt.core.trust.places.walk import Keyed, with_keys
-from graphrt.core.trust.reads import ReadSet
-from graphrt.core.trust.snapshot import MEMORY, PythonState, StateSnapshot, is_plain, put_back
-from graphrt.core.trust.watching.watch import IssuedWatch, OwnMemory, Trace, Use, Watch
-from graphrt.core.trust.watching.writes import SavedWrites, WriteWatch, note_operators
+from graphrt.core.runner.contract import Calls, RunWatch, Written
+from graphrt.trust.places.slots import CONTENTS, Place
+from graphrt.trust.places.walk import Keyed, with_keys
+from graphrt.trust.reads import ReadSet
+from graphrt.trust.snapshot import MEMORY, PythonState, StateSnapshot, is_plain, put_back
+from graphrt.trust.watching.watch import IssuedWatch, OwnMemory, Trace, Watch
+from graphrt.trust.watching.writes import SavedWrites, WriteWatch, note_operators
 
 T = TypeVar("T")
-
-Calls: TypeAlias = Callable[[], Callable[[], T]]
-"""Called unwatched before each run: returns its call, with arguments that the run may reshape."""
 
 
 class WarmedUp(NamedTuple):
@@ -43,7 +41,7 @@ class WarmedUp(NamedTuple):
 
 
 @dataclass
-class WatchedState:
+class WatchedState(RunWatch):
     """The state of a forward during one capture session: what `snapshot` declares, and, if `reads`
     is watched, what warm-ups write. A session calls `run` for each warm-up and `capture` for each
     graph, `restore` after either, and `settle` at its end.
@@ -58,7 +56,7 @@ class WatchedState:
     """Whether a tensor's memory is of a graph pool."""
     has_parts: bool
     """Whether graphs may have eager parts."""
-    inputs_written: dict[int, Use] = field(default_factory=dict)
+    inputs_written: Mapping[int, Written] = field(default_factory=dict)
     """Inputs that the last run wrote, by address, if it was watched."""
 
     def __post_init__(self) -> None:
@@ -204,6 +202,18 @@ class WatchedState:
             self._moves.restore_memory()
         self._writes_of_size.restore()
         self.snapshot.restore_memory()
+
+    def may_draw(self) -> bool:
+        # Only watched warm-ups note the forward's own generators.
+        generators = self.snapshot.generators
+        return not self.reads.watched or generators.have_drawn(generators.take())
+
+    def reads_host_memory(self) -> bool:
+        return self.reads.are_on_host()
+
+    def give_up(self) -> None:
+        if self.reads.watched:
+            self.reads.settle()
 
     @undoing
     def settle(self, undo: Undo, last_runs: Callable[[], None]) -> None:

@@ -31,12 +31,12 @@ from typing import Any, NamedTuple
 
 from graphrt.core.base._native_door import NativeGlances, NativeWatch, native_state
 from graphrt.core.base.option_values import told
+from graphrt.core.base.texts import listed
 from graphrt.core.base.torch_names import global_hooks
-from graphrt.core.trust.compare import listed
-from graphrt.core.trust.places import slots
-from graphrt.core.trust.places.slots import ITEM, LENGTH, MISSING, Look, Place
-from graphrt.core.trust.places.walk import INNER, Kind, Places, Shape, shape_of
-from graphrt.core.trust.snapshot import PythonState
+from graphrt.trust.places import slots
+from graphrt.trust.places.slots import ITEM, LENGTH, MISSING, Look, Place
+from graphrt.trust.places.walk import INNER, Kind, Places, Shape, shape_of
+from graphrt.trust.snapshot import PythonState
 
 _IN_DICTS = (ITEM, slots.DEFAULT, slots.ODD_ITEM, slots.CLASS_ATTRIBUTE)
 """The ways of slots in a dict or a class, of whose changes CPython can tell."""

@@ -19,10 +19,13 @@ from graphrt.core.base.thread_mode import ThreadMode
 from graphrt.core.batch.descriptor import room_for_reqs
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.dispatch.reasons import Dispatch, Reason
-from graphrt.core.trust.host_watch import HostChanges, Told, described_changes
-from graphrt.core.trust.places.slots import Place, same_value
-from graphrt.core.trust.reads import ReadSet, each_call
-from graphrt.core.trust.verdict import TrialRecord, TriedGraph, Verdict
+from graphrt.core.runner.contract import Looks, StepChecks
+from graphrt.core.runner.findings import TrialRecord
+from graphrt.core.runner.weights import stale
+from graphrt.trust.host_watch import HostChanges, Told, described_changes
+from graphrt.trust.places.slots import Place, same_value
+from graphrt.trust.reads import ReadSet, each_call
+from graphrt.trust.verdict import TriedGraph, Verdict
 
 _SAMPLED = 64
 """Steps between two that are tried at the level `sample`."""
@@ -263,7 +266,7 @@ def _setting_text(value: object) -> object:
     return ", ".join(type(each).__name__ for each in value) or "none"
 
 
-class Glances:
+class Glances(Looks):
     """What a step asks before it is replayed without a trial: are the settings those of the
     capture, has the host changed nothing in Python, and is a tensor that graphs read where it was?
 
@@ -271,8 +274,7 @@ class Glances:
     does not report are looked for at a few places in turn: `ReadSet.rounds` steps find them.
     """
 
-    # A slot, because C reads `looks` at a fixed offset.
-    __slots__ = ("__dict__", "looks")
+    __slots__ = ()
 
     def __init__(self, reads: ReadSet, device_type: str) -> None:
         self.reads = reads
@@ -322,7 +324,7 @@ class Glances:
         )
 
 
-class Checks:
+class Checks(StepChecks):
     """Decides which steps are replayed, tried or run eagerly, and keeps the findings of trials.
 
     At `capture` the first step of each kind of graph is tried, its first padded step, and the
@@ -331,8 +333,7 @@ class Checks:
     replayed: see `StepEngine.is_clear`.
     """
 
-    # Slots, because C reads these at fixed offsets.
-    __slots__ = ("__dict__", "on", "pending")
+    __slots__ = ()
 
     def __init__(
         self,
@@ -345,26 +346,25 @@ class Checks:
     ) -> None:
         """`inputs` are those whose padding rows may show that rows are mixed, by their axes, and
         `reqs` the most requests that there are rows for."""
+        super().__init__()
         self.on = options.checks("capture")
         self.strict = options.strict
         self._levels = set(filter(options.checks, ("first", "sample", "always")))
         self._inputs, self._reqs = inputs, reqs
         # Warnings that were given: each is given once.
         self._warned_of: set[str] = set()
-        self.glances = Glances(reads, device_type)
+        self.reads = reads
+        self.glances: Glances = Glances(reads, device_type)
         self.reset()
 
     def reset(self) -> None:
         """Forget everything: there are no graphs."""
         # slot -> what is known of the graph there.
         self._graphs: dict[int, _Graph] = {}
-        # slot -> the token count, or tokens and requests, of batches that need no trial; -1: every
-        # batch needs a closer look. A slot that is missing has nothing to try.
-        self.pending: dict[int, int | tuple[int, int]] = {}
+        self.pending = {}
         # Steps so far that `wants_trial` was asked about and that were not due for a trial.
         self._steps = 0
-        # The ranks' vote on whether the next step is a trial; None if they have not voted.
-        self.decided: bool | None = None
+        self.decided = None
         # path at which changes of the host make no difference -> the place of its plain value.
         self.harmless: dict[str, Place | None] = {}
         self.glances.reset()
@@ -420,6 +420,9 @@ class Checks:
         ]
         return sorted(dispatches, key=lambda each: -each.descriptor.num_tokens)
 
+    def changed_settings(self) -> errors.VerificationError | None:
+        return self.glances.changed_settings()
+
     def why_eager(self, dispatch: Dispatch, *, agreed: bool = False) -> Reason | None:
         """Why the step of a graph must not be replayed; None if it may. A graph that ranks have
         `agreed` on is not tried for what the host of one of them has changed: the others would not
@@ -457,7 +460,7 @@ class Checks:
     def look_at_host(self) -> None:
         """Note what the host has changed. If a tensor that graphs read has moved, all of them go
         into quarantine; after any other change the next step of each graph is a trial."""
-        reads, served = self.glances.reads, self._served()
+        reads, served = self.reads, self._served()
         if reads.host.values is None or not served:
             return
         try:
@@ -483,7 +486,7 @@ class Checks:
         moved = [] if places is None else reads.moved(places)
         if moved:
             self.glances.aim(tensors=False)
-            self._quarantine(self._graphs.values(), reads.stale(moved))
+            self._quarantine(self._graphs.values(), stale(moved))
             return
         for path, (was, now) in changes.changes.items():
             if path in self.harmless:
@@ -502,7 +505,7 @@ class Checks:
     def ran_forward(self, *, at_every_run: bool) -> None:
         """Note that the forward has run eagerly: it has made the changes since the last look
         itself. For `at_every_run`, after trials, see `HostWatch.forget`."""
-        if self.glances.reads.host.forget(at_every_run=at_every_run):
+        if self.reads.host.forget(at_every_run=at_every_run):
             self.glances.aim()
 
     def _served(self) -> list[_Graph]:
@@ -541,7 +544,7 @@ class Checks:
         whatever its batch is, and of those in quarantine."""
         if not self.on:
             return (), ()
-        if self.glances.reads.host.rung:
+        if self.reads.host.rung:
             self.look_at_host()
         is_sampled = self._is_sampled(self._steps + 1)
         to_try, failed = [], []
@@ -596,10 +599,16 @@ class Checks:
         record = TrialRecord(dispatch.mode, dispatch.descriptor)
         return self._graphs.get(dispatch.slot) or TriedGraph(record)
 
-    def look_after_eager_step(self) -> None:
+    def before_eager_step(self) -> None:
+        # CPython has told of a change: look before the forward runs, or its own changes would be
+        # taken for the host's.
+        if self.reads.host.rung:
+            self.look_at_host()
+
+    def after_eager_step(self) -> None:
         """Look at the Python values that an eager step has moved. Graphs may have baked them in, so
         the next step of each is a trial."""
-        host, served = self.glances.reads.host, self._served()
+        host, served = self.reads.host, self._served()
         if host.values is None or not served:
             return
         before = host.values.was
@@ -616,7 +625,7 @@ class Checks:
         if path in self.harmless:
             return
         self.harmless[path] = None
-        host = self.glances.reads.host
+        host = self.reads.host
         host.ignore(path)
         self.harmless.update(host.places_at([path]))
         for graph in self._served():

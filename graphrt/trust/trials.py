@@ -26,12 +26,12 @@ import torch
 
 from graphrt.core.base import tree
 from graphrt.core.base._undo import Undo, undoing
-from graphrt.core.base.errors import InvalidOptionError, StateTooLargeError
+from graphrt.core.base.errors import StateTooLargeError
 from graphrt.core.base.homes import public
 from graphrt.core.base.thread_mode import set_for_capture, unseen
 from graphrt.core.base.torch_names import inference_guard
 from graphrt.core.batch.context import ForwardContext
-from graphrt.core.batch.descriptor import BatchDescriptor, example_of, unpadded
+from graphrt.core.batch.descriptor import BatchDescriptor, unpadded
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture import guard as guards
 from graphrt.core.capture.wrapper import GraphWrapper
@@ -40,111 +40,14 @@ from graphrt.core.inputs.buffers import reqs_of
 from graphrt.core.replay.entry import Entry
 from graphrt.core.replay.recording import enter_under_way, warming_up
 from graphrt.core.replay.tasks import DEFERRED
-from graphrt.core.runner.checks import Checks, Differing
-from graphrt.core.runner.executor import Step, StepExecutor
-from graphrt.core.runner.host import Example, MakeExample
-from graphrt.core.trust.reads import ReadSet
-from graphrt.core.trust.trial import Rows, Trial, TriedStep
-from graphrt.core.trust.verdict import TrialRecord, Verdict
-from graphrt.core.trust.warm_up import WarmedUp
-from graphrt.core.trust.watching.watch import Watch
-
-_SEED = 0
-"""The seed of the generator that examples are made with: the same on every rank."""
-
-
-def run_trial(
-    executor: StepExecutor, step: Step, differing: Differing | None
-) -> tuple[Dispatch, Any]:
-    """Run the trial of a step; returns how the step ran, and its live outputs."""
-    runs, dispatch = StepRuns(executor, step), step.dispatch
-    verdict = _try(runs)
-    if verdict.failure is not None:
-        dispatcher = executor.graphs.dispatcher
-        dispatch = dispatcher.run_eagerly(dispatch, step.batch, Reason.QUARANTINED)
-    _note(runs, verdict, differing)
-    return dispatch, verdict.outputs
-
-
-def run_verified(executor: StepExecutor, step: Step) -> Verdict:
-    """Try one step of a graph, whatever the level of checks is."""
-    # Note the host's changes now: after the trial all changes count as the forward's own.
-    executor.graphs.checks.look_at_host()
-    return _try(StepRuns(executor, step))
-
-
-@undoing
-def try_examples(
-    executor: StepExecutor, undo: Undo, make: MakeExample, release: Callable[[], None]
-) -> None:
-    """Try the graphs of `Checks.to_try` with steps of `Host(example=)`, with padding where there is
-    room for it. Raises the first failure, after `release`."""
-    generator = torch.Generator("cpu").manual_seed(_SEED)
-    undo.after_error(release)
-    executor.set_updates_aside(undo)
-    for dispatch in executor.graphs.checks.to_try():
-        prepared = executor.graphs.steps[dispatch.slot]
-        batch = example_of(dispatch.descriptor, 1 if prepared is None else prepared.reqs)
-        example = make(batch, generator)
-        if not isinstance(example, Example):
-            raise InvalidOptionError(
-                "Host(example=) made no step",
-                got=type(example).__name__,
-                expected="a graphrt.Example",
-                advice="return Example(values={...})",
-            )
-        updates = executor.updates_of(example.updates)
-        step = Step(batch, dispatch, example.values, updates, example.metadata)
-        runs = StepRuns(executor, step)
-        verdict = _try(runs, undone=True)
-        if verdict.failure is not None:
-            raise verdict.failure
-        _note(runs, verdict, differing_inputs(executor, runs.step))
-
-
-def differing_inputs(executor: StepExecutor, step: Step) -> Differing | None:
-    """axis along which a step is padded -> its inputs that differ from their padding; None where
-    the checks await no such axis."""
-    if step.agreed:
-        return None
-    graphs, inputs, padded = executor.graphs, executor.inputs, []
-    prepared = graphs.steps[step.dispatch.slot]
-    awaited = graphs.checks.awaited_padding(step.dispatch.slot)
-    assert prepared is not None
-    if "tokens" in awaited and step.batch.num_tokens < step.dispatch.descriptor.num_tokens:
-        padded.append("tokens")
-    if "reqs" in awaited and reqs_of(inputs, step.batch, step.values) < prepared.reqs:
-        padded.append("reqs")
-    return inputs.declared.differing(step.values, padded) if padded else None
-
-
-@undoing
-def _try(runs: StepRuns, undo: Undo, *, undone: bool = False) -> Verdict:
-    """Make the runs of a trial and compare them; with `undone` the last run leaves nothing."""
-    graphs, dispatch = runs.executor.graphs, runs.step.dispatch
-    setup = graphs.setup
-    warm = graphs.warmed_up.get(dispatch.descriptor.kind)
-    graph = graphs.checks.graph_to_try(dispatch)
-    trial = Trial(runs, graph, warm, setup.pool.platform, setup.options)
-    for span in graphs.spans:
-        undo.enter(span("trial", f"{dispatch.mode.name} [{dispatch.descriptor}]"))
-    # Captures ran under these settings: under others eager runs would differ from the replay.
-    set_for_capture(undo)
-    verdict = trial.run(undone=undone)
-    setup.run_forward.follows |= verdict.asks
-    graphs.checks.ran_forward(at_every_run=True)
-    return verdict
-
-
-def _note(runs: StepRuns, verdict: Verdict, differing: Differing | None) -> None:
-    """Note the verdict of a trial; with `strict` raises the failure."""
-    graphs, dispatch = runs.executor.graphs, runs.step.dispatch
-    record = graphs.checks.graph_to_try(dispatch).record
-    is_first = verdict.failure is None and not record.steps
-    # Memory that the graph's nodes point to, and that no operator has shown, is read too.
-    if is_first and graphs.reads.keep_touched(graphs.unknown_memory([record.descriptor])):
-        graphs.checks.glances.aim()
-    graphs.checks.tried(dispatch.slot, verdict, differing)
+from graphrt.core.runner.contract import Step
+from graphrt.core.runner.executor import StepExecutor
+from graphrt.core.runner.findings import TrialRecord
+from graphrt.trust.checks import Checks
+from graphrt.trust.reads import ReadSet
+from graphrt.trust.trial import Rows, Trial, TriedStep
+from graphrt.trust.warm_up import WarmedUp
+from graphrt.trust.watching.watch import Watch
 
 
 class StepRuns(TriedStep):

@@ -25,15 +25,15 @@ from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.capture.refusals import Refusal
 from graphrt.core.device.platform import Platform
-from graphrt.core.trust import snapshot
-from graphrt.core.trust import verdict as verdicts
-from graphrt.core.trust.compare import Difference, difference, rounding_of
-from graphrt.core.trust.host_watch import described_changes
-from graphrt.core.trust.places.walk import places_of
-from graphrt.core.trust.warm_up import WarmedUp
-from graphrt.core.trust.watching import watch as watching
-from graphrt.core.trust.watching.watch import Deviation, Trace, Watch
-from graphrt.core.trust.watching.writes import storage_of
+from graphrt.trust import snapshot
+from graphrt.trust import verdict as verdicts
+from graphrt.trust.compare import Difference, difference, rounding_of
+from graphrt.trust.host_watch import described_changes
+from graphrt.trust.places.walk import places_of
+from graphrt.trust.warm_up import WarmedUp
+from graphrt.trust.watching import watch as watching
+from graphrt.trust.watching.watch import Deviation, Trace, Watch
+from graphrt.trust.watching.writes import storage_of
 
 T = TypeVar("T")
 

@@ -3,30 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from graphrt.core.base import errors
-from graphrt.core.base.homes import public
-from graphrt.core.batch.descriptor import BatchDescriptor
-from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.refusals import Refusal
-
-
-@public("graphrt.types")
-@dataclass
-class TrialRecord:
-    """The findings of trials of one graph. `notes` are differences that are no failure."""
-
-    mode: GraphMode
-    descriptor: BatchDescriptor
-    status: Literal["untried", "tried", "quarantined"] = "untried"
-    """"quarantined": its batches run eagerly, and `failure` says why."""
-    steps: int = 0
-    """How many steps were tried."""
-    deterministic: bool = True
-    """Whether two eager runs of a step were always equal."""
-    failure: str | None = None
-    notes: tuple[str, ...] = ()
+from graphrt.core.runner.findings import TrialRecord
 
 
 @dataclass

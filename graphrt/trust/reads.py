@@ -3,7 +3,7 @@
 A graph goes on reading the memory of its capture, even after its host has put another tensor in a
 weight's place. What is read is known from two sources:
 
-- Named tensors: those of modules. `record` notes where they are.
+- Named tensors are those of modules (`NamedWeights` of core).
 - Tensors that watched warm-ups have used: `note` keeps their memory. `settle` walks through the
   Python objects of the forward (places/) and finds where it has them.
 
@@ -16,55 +16,35 @@ forward holds (`keep_touched`).
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, cycle, repeat
 from operator import attrgetter, eq, is_
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from graphrt.core.base import tree
 from graphrt.core.base._native_door import NativeGlances
-from graphrt.core.base.errors import StaleInputError, UntrackedWeightsError
-from graphrt.core.base.homes import public
+from graphrt.core.base.errors import UntrackedWeightsError
+from graphrt.core.base.texts import listed
 from graphrt.core.base.torch_names import storage_use_count
 from graphrt.core.replay.entry import Entry, graphs_of
 from graphrt.core.replay.handout import is_spare
 from graphrt.core.replay.pool import GraphPool
-from graphrt.core.trust.compare import listed
-from graphrt.core.trust.host_watch import HostChanges, HostWatch
-from graphrt.core.trust.places.slots import MISSING, Place, call, getters
-from graphrt.core.trust.places.walk import Places, places_of, where_is
-from graphrt.core.trust.watching.pointers import UnknownMemory, address_of, unknown_memory
-from graphrt.core.trust.watching.watch import Use, Watch
-from graphrt.core.trust.watching.writes import storage_of
+from graphrt.core.runner.findings import TensorUse, UnknownMemory
+from graphrt.core.runner.weights import NamedWeights, refuse_moved
+from graphrt.trust.host_watch import HostChanges, HostWatch
+from graphrt.trust.places.slots import MISSING, Place, call, getters
+from graphrt.trust.places.walk import Places, places_of, where_is
+from graphrt.trust.watching.pointers import address_of, unknown_memory
+from graphrt.trust.watching.watch import Use, Watch
+from graphrt.trust.watching.writes import storage_of
 
 T = TypeVar("T")
 
 SLOTS = {True: 3, False: 10}
 """Slots that a step looks at, by whether CPython tells of changes in dicts: if not, each item of a
 dict is a slot to look at too."""
-
-Named: TypeAlias = Callable[[], Mapping[str, torch.Tensor]]
-"""Returns the weights of a compiled module by name."""
-
-
-@public("graphrt.types")
-class TensorUse(NamedTuple):
-    """One piece of memory that graphs read, beside their inputs: a whole storage, in `bytes`.
-
-    `name` is where the forward has it, "" where no name was found; `moved` says that another tensor
-    is there by now, so that only graphs hold it.
-    """
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    bytes: int
-    written: bool
-    moved: bool
-    source: str
 
 
 class _Read(NamedTuple):
@@ -114,21 +94,17 @@ class ReadSet:
     def __init__(
         self,
         forward: Any,
-        compiled: Sequence[Named] = (),
         *,
         watched: bool = True,
         has_full: bool = True,
     ) -> None:
-        """`compiled` return the named weights of compiled modules. With `has_full` there are graphs
-        without eager parts. Unless runs are `watched` named tensors are all that is known."""
+        """With `has_full` there are graphs without eager parts. Unless runs are `watched` nothing
+        is known."""
         self.watched = watched
         # Whether a watched run has run compiled code, whose reads no operator shows.
         self.saw_compiled_code = False
         self._forward = forward
         self._has_full = has_full
-        self._compiled = compiled
-        # Where the named tensors were, each by its source and name.
-        self._were: dict[tuple[int, str], object] = {}
         self._read_nothing()
 
     def _read_nothing(self) -> None:
@@ -146,10 +122,6 @@ class ReadSet:
         """How many steps it takes until their glances, a few slots each, have looked at all."""
 
     # What is read --------------------------------------------------------------------------------
-
-    def record(self) -> None:
-        """Note where the named tensors are: before the first capture."""
-        self._were = {key: tree.identity(tensor) for key, tensor in self._named().items()}
 
     def note(self, watch: Watch) -> None:
         """Keep the memory that a run used and somebody else still holds; the rest was temporary."""
@@ -249,61 +221,25 @@ class ReadSet:
         read = [(each.place.path, each.was) for each in self._read]
         return [path for path, was in read if was not in now.get(path, ())]
 
-    def stale(self, moved: Sequence[str]) -> StaleInputError:
-        """The error for tensors of these names."""
-        return StaleInputError(
-            "weights are not where the graphs read them",
-            got=listed(moved),
-            expected="every one where it was at capture",
-            advice="write new values into the old tensors, as by copy_(), or call recapture()",
-        )
-
-    def check_named(self) -> None:
-        """Raise `StaleInputError` if a named tensor has moved."""
-        now = {key: tree.identity(tensor) for key, tensor in self._named().items()}
-        self._refuse([key[1] for key, where in self._were.items() if now.get(key) != where])
-
-    def _named(self) -> dict[tuple[int, str], torch.Tensor]:
-        """(number of a module, name in it) -> the tensor of that name now."""
-        modules, _ = _modules_of(self._forward)
-        sources = [*map(call, self._compiled), *map(_tensors, modules)]
-        return {
-            (index, name): tensor
-            for index, source in enumerate(sources)
-            for name, tensor in source.items()
-        }
-
-    def _refuse(self, moved: Sequence[str]) -> None:
-        """Raise `StaleInputError` for these names, if there are any."""
-        if moved:
-            raise self.stale([*dict.fromkeys(moved)])
-
-    def check(self, entries: Iterable[Entry], of_runner: Iterable[torch.Tensor]) -> None:
+    def check(
+        self, weights: NamedWeights, entries: Iterable[Entry], of_runner: Iterable[torch.Tensor]
+    ) -> None:
         """Raise `StaleInputError` if any tensor has moved, and `UntrackedWeightsError` if graphs
-        read what nobody compares. Tensors `of_runner` are no weights."""
-        self.check_named()
-        if self.watched:
-            places = self.walk()
-            self._refuse(self.moved(places))
-            named = {address_of(tensor) for _, tensor in places.tensors}
-            named.update(_addresses(entries, of_runner))
-            named.update(map(address_of, self._named().values()))
-        if self.watched and not self.saw_compiled_code:
-            unknown = [str(use) for storage, use in self._uses() if storage.data_ptr() not in named]
-            if unknown:
-                raise UntrackedWeightsError(
-                    f"whether weights moved cannot be told of {len(unknown)} tensors that graphs "
-                    "read",
-                    got=listed(unknown),
-                    expected="tensors that the forward's attributes, closures or globals lead to",
-                    advice="hold them there, or call recapture() after they moved",
-                )
-        elif not _modules_of(self._forward)[1]:
+        read tensors that nothing compares: no `weights`, and none `of_runner`."""
+        places = self.walk()
+        refuse_moved(self.moved(places))
+        if self.saw_compiled_code:
+            return weights.refuse_others()
+        named = {address_of(tensor) for _, tensor in places.tensors}
+        named.update(_addresses(entries, of_runner))
+        named.update(map(address_of, weights.now().values()))
+        unknown = [str(use) for storage, use in self._uses() if storage.data_ptr() not in named]
+        if unknown:
             raise UntrackedWeightsError(
-                "whether weights moved cannot be told: the forward is no module, and no warm-up "
-                "shows what its graphs read",
-                expected="to know the weights of the forward",
-                advice='check="capture", or a module or a method of one as the forward',
+                f"whether weights moved cannot be told of {len(unknown)} tensors that graphs read",
+                got=listed(unknown),
+                expected="tensors that the forward's attributes, closures or globals lead to",
+                advice="hold them there, or call recapture() after they moved",
             )
 
     # What is told --------------------------------------------------------------------------------
@@ -384,30 +320,3 @@ def _addresses(entries: Iterable[Entry], of_runner: Iterable[torch.Tensor]) -> I
     yield from map(address_of, of_runner)
     for entry in entries:
         yield from map(address_of, entry.results())
-
-
-# Named weights -----------------------------------------------------------------------------------
-
-
-def _modules_of(forward: Any) -> tuple[list[torch.nn.Module], bool]:
-    """The modules that a forward is made of, and whether it is made of nothing else."""
-    if isinstance(forward, torch.nn.Module):
-        return [forward], True
-    if isinstance(forward, functools.partial):
-        modules, complete = _modules_of(forward.func)
-        arguments = tree.leaves((forward.args, forward.keywords))
-        bound = [value for _, value in arguments if isinstance(value, torch.nn.Module)]
-        # A bound tensor is not looked up again: the weight that it was may have been replaced.
-        return modules + bound, complete and not tree.tensors(forward.args, forward.keywords)
-    if inspect.ismethod(forward) and isinstance(forward.__self__, torch.nn.Module):
-        return [forward.__self__], True
-    # Wrappers and compiled modules.
-    if callable(getattr(type(forward), "unwrap", None)):
-        return _modules_of(forward.unwrap())
-    return [], False
-
-
-def _tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters and buffers of a module by name, a tensor with two names twice."""
-    parameters = module.named_parameters(remove_duplicate=False)
-    return {**dict(parameters), **dict(module.named_buffers(remove_duplicate=False))}

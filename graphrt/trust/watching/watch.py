@@ -23,14 +23,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from graphrt.core.base import tree
 from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base.thread_mode import ThreadMode, unseen
-from graphrt.core.capture.guard import in_eager_part, is_listed
+from graphrt.core.capture.generators import Generators
+from graphrt.core.capture.guard import in_eager_part
 from graphrt.core.capture.operators import LIFT_FRESH, OperatorFacts, facts_of, in_bounds, written
 from graphrt.core.capture.refusals import Source, user_source
-from graphrt.core.device.contract import GraphWork
-from graphrt.core.replay.recording import active, counted, in_task, issued
-from graphrt.core.trust.places.slots import same_value
-from graphrt.core.trust.snapshot import Generators
-from graphrt.core.trust.watching.writes import SavedWrites
+from graphrt.core.replay.recording import active, in_task, issued
+from graphrt.trust.places.slots import same_value
+from graphrt.trust.watching.writes import SavedWrites
 
 T = TypeVar("T")
 
@@ -348,9 +347,6 @@ def _from_compiled_code() -> bool:
 
 # Watches that see one thing each ------------------------------------------------------------------
 
-_COLLECTIVES = ("c10d", "_c10d_functional")
-"""The namespaces of operators by which ranks communicate."""
-
 
 class IssuedWatch(ThreadMode):
     """Notes the operators that a forward issues while it is captured, in their order: some forwards
@@ -376,35 +372,6 @@ class IssuedWatch(ThreadMode):
     def handle(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if active.get() is None:
             self.operators.append(func)
-        return func(*args, **kwargs)
-
-
-class WorkCount(ThreadMode):
-    """Counts the operators of an eager run by stream, so that a platform can tell what a graph of
-    it will take. Operators in `breaks` count as breaks too. Kernels outside of torch's operators
-    are not seen, nor a stream that only they use."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self, stream_id: Callable[[], int], breaks: frozenset[str]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.work = GraphWork()
-        self._stream_id = stream_id
-        self._breaks = breaks
-
-    @undoing
-    def run(self, undo: Undo, function: Callable[[], T]) -> T:
-        """Call `function`, and count its operators in `work`."""
-        undo.set(counted, self.work)
-        return self.around(function)
-
-    def handle(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.work.collectives |= getattr(func, "namespace", "") in _COLLECTIVES
-        if is_listed(func, self._breaks):
-            self.work.breaks += 1
-        if not facts_of(func).is_view:
-            stream, operators = self._stream_id(), self.work.operators
-            operators[stream] = operators.get(stream, 0) + 1
         return func(*args, **kwargs)
 
 

@@ -1,0 +1,91 @@
+"""`GraphRunner`: the runner of core, with its checks of `graphrt.trust`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from graphrt.core.base.homes import public
+from graphrt.core.runner.runner import R, Runner
+
+if TYPE_CHECKING:
+    import torch
+    from typing_extensions import Unpack  # in typing from Python 3.11 on
+
+    from graphrt.core.capture.options import GraphOptions
+    from graphrt.core.device.platform import Platform
+    from graphrt.core.inputs.outputs import OutputAxes
+    from graphrt.core.inputs.spec import InputSpec
+    from graphrt.core.plan.plan import Plan, PlanArguments
+    from graphrt.core.replay.pool import GraphPool
+    from graphrt.core.runner.contract import StepChecks
+    from graphrt.core.runner.host import Host
+    from graphrt.core.runner.setup import RunnerSetup
+
+
+@public("graphrt")
+class GraphRunner(Runner[R]):
+    """Runs a forward for batches of any size, through graphs captured for some sizes.
+
+    A call returns what `forward` returns: `GraphRunner[Tensor]` is the type of one whose forward
+    returns a tensor. Before `capture()` every batch runs eagerly; after it, batches that no graph
+    serves do, each with a reason. Equal means: bit for bit what `forward` gives on the same padded
+    inputs.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[..., R],
+        plan: Plan | None = None,
+        *,
+        inputs: Mapping[str, InputSpec | Mapping[str, Any]],
+        outputs: OutputAxes = None,
+        host: Host | None = None,
+        options: GraphOptions | None = None,
+        platform: Platform | str | None = None,
+        pool: GraphPool | None = None,
+        device: torch.device | str | None = None,
+        **arguments: Unpack[PlanArguments],
+    ) -> None:
+        """`plan` says which graphs there are; in its place its own arguments may be given here
+        (`sizes=[1, 2, 4]`). `inputs` names every tensor argument of `forward`; `outputs` gives the
+        axes of what it returns, such as ("tokens", 64) or {"logits": ("reqs", None)}; None is any
+        size. What it does not name is found by comparing shapes at two sizes, if need be with an
+        eager step more in `capture()`. `host` is what the host hooks in, `options` how graphs are
+        captured and replayed. `pool` shares memory with what never runs at the same time as this
+        runner. `device` is where the inputs' buffers are and the graphs run, by default the pool's
+        device: the current one where the runner is made. It becomes current in every call.
+
+        A plan of another platform, or without the compiled modules that the forward is or has, is
+        resolved again; a `PlanChangedWarning` says what changed. Raises the named errors of bad
+        plans, inputs and platforms.
+        """
+        # Imported by the first runner: see `Runner`.
+        from graphrt.core.runner.setup import RunnerSetup
+
+        setup = RunnerSetup(
+            forward, plan, inputs, outputs, host, options, platform, pool, device, arguments
+        )
+        super().__init__(setup, _checks_for(setup))
+
+
+def _checks_for(setup: RunnerSetup) -> StepChecks:
+    """The checks of a runner, by its level. At `off` nothing of `graphrt.trust` is imported before
+    `verify()`."""
+    if setup.options.checks("capture"):
+        from graphrt.trust.runner import RunnerChecks
+
+        return RunnerChecks(setup)
+    from graphrt.core.runner.contract import Step, StepChecks
+
+    class Unchecked(StepChecks):
+        """Tries a step only where the host asks for it."""
+
+        __slots__ = ()
+
+        def verify(self, executor: Any, step: Step) -> tuple[Any, Exception | None]:
+            from graphrt.trust.runner import RunnerChecks
+
+            return RunnerChecks(setup).verify(executor, step)
+
+    return Unchecked()

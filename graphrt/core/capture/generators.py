@@ -1,0 +1,77 @@
+"""The states of random generators, to put them back after runs that draw."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from graphrt.core.base.thread_mode import unseen
+
+
+class Generators:
+    """The states of random generators: torch's default ones of the CPU and of one device, Python's,
+    NumPy's, and those that `note` was given before their first use."""
+
+    def __init__(self, device_type: str) -> None:
+        # For each generator: what reads its state, what sets it, and its state at the beginning.
+        self._saved: list[tuple[Callable[[], Any], Callable[[Any], object], Any]] = []
+        # The forward's own generators among them.
+        self._noted: list[Any] = []
+        self._save(torch.get_rng_state, torch.set_rng_state)
+        if device_type != "cpu":
+            device = torch.get_device_module(device_type)
+            if hasattr(device, "get_rng_state"):
+                self._save(device.get_rng_state, device.set_rng_state)
+        self._save(random.getstate, random.setstate)
+        numpy = sys.modules.get("numpy.random")
+        if numpy is not None:
+            self._save(numpy.get_state, numpy.set_state)
+
+    def note(self, generator: Any) -> None:
+        """Save the state of a generator that the forward has itself, unless it is saved already."""
+        if any(generator is each for each in self._noted):
+            return
+        self._noted.append(generator)
+        if isinstance(generator, random.Random):
+            self._save(generator.getstate, generator.setstate)
+        elif hasattr(generator, "bit_generator"):
+            bits = generator.bit_generator
+            self._save(lambda: bits.state, lambda state: setattr(bits, "state", state))
+        else:
+            self._save(generator.get_state, generator.set_state)
+
+    def note_given(self, values: Iterable[Any]) -> None:
+        """Save those of the generators among the arguments of an operator."""
+        for value in values:
+            if isinstance(value, torch.Generator):
+                self.note(value)
+
+    def take(self) -> list[Any]:
+        """The states at this moment."""
+        return [get() for get, *_ in self._saved]
+
+    def have_drawn(self, states: Sequence[Any], since: Sequence[Any] | None = None) -> bool:
+        """Whether a run that left these states has drawn other numbers than one that left `since`;
+        without `since`, whether it has drawn any."""
+        before = [was for *_, was in self._saved] if since is None else since
+        return unseen(lambda: not all(map(_same_state, before, states)))
+
+    def restore(self, states: Sequence[Any] | None = None) -> None:
+        """Put back the states of the beginning, or those that `take` returned."""
+        for at, (_, put, was) in enumerate(self._saved):
+            put(states[at] if states is not None and at < len(states) else was)
+
+    def _save(self, get: Callable[[], Any], put: Callable[[Any], object]) -> None:
+        self._saved.append((get, put, get()))
+
+
+def _same_state(ours: Any, theirs: Any) -> bool:
+    if isinstance(ours, torch.Tensor):
+        return torch.equal(ours, theirs)
+    # Python's is a tuple, and NumPy's have an array in it.
+    return pickle.dumps(ours) == pickle.dumps(theirs)

@@ -1,0 +1,214 @@
+"""The contract between a runner and whoever checks it.
+
+A runner asks its `StepChecks` before it replays a graph, and a capture session has its forward run
+by the `RunWatch` that they give it. The classes here check nothing: they are what a runner has with
+`check="off"`. `graphrt.trust` derives its own from them; core imports none of it.
+
+1. `capture()`: `runs(setup)` gives the session its `RunWatch`, which runs each warm-up and capture
+   and puts the state back. Then `captured` is told which graphs there are.
+2. A step: while `on`, a graph is replayed at once if its slot is not `pending` and the next of
+   `glances.looks` is True. Else the engine asks `why_eager`, then `try_step`.
+3. A step without a graph runs between `before_eager_step` and `after_eager_step`.
+4. `release()`: `reset`.
+
+C reads `on`, `pending` and `looks` at fixed offsets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from itertools import repeat
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
+
+from graphrt.core.base import errors
+from graphrt.core.base._undo import Undo, undoing
+from graphrt.core.batch.descriptor import Batch, BatchDescriptor
+from graphrt.core.batch.modes import GraphMode
+from graphrt.core.capture.generators import Generators
+from graphrt.core.capture.refusals import Source
+from graphrt.core.capture.state import saved
+from graphrt.core.dispatch.reasons import Dispatch, Reason
+from graphrt.core.runner.findings import TrustReport
+from graphrt.core.runner.host import MakeExample
+from graphrt.core.runner.setup import RunnerSetup
+
+T = TypeVar("T")
+
+Values = Mapping[str, Any]
+"""The tensors of a step, by the names of the inputs."""
+
+Calls: TypeAlias = Callable[[], Callable[[], T]]
+"""Called unwatched before each run: returns its call, with arguments that the run may reshape."""
+
+
+class Step(NamedTuple):
+    """One step: its batch, its dispatch (the graph, or why there is none) and what the host gave,
+    with `updates` as `StepExecutor.updates_of` resolves them. With `agreed`, ranks have agreed on
+    the graph."""
+
+    batch: Batch
+    dispatch: Dispatch
+    values: Values
+    updates: Any = None
+    metadata: Any = None
+    agreed: bool = False
+
+
+class Written(Protocol):
+    """How a run wrote an input: by which operator, at which line."""
+
+    op: str
+    source: Source | None
+
+
+class Looks:
+    """One answer for each step: whether nothing has changed since the capture."""
+
+    __slots__ = ("__dict__", "looks")
+
+    def __init__(self) -> None:
+        self.looks: Iterator[bool] = repeat(True)
+
+
+class RunWatch:
+    """Runs the forward for one capture session, and puts its state back. It knows only the state
+    that the host declares, and torch's default generators of random numbers."""
+
+    inputs_written: Mapping[int, Written] = {}
+    """Inputs that the last run wrote, by address."""
+
+    def __init__(self, setup: RunnerSetup) -> None:
+        """Saves the state. Raises `StateTooLargeError`."""
+        platform = setup.pool.platform
+        self._declared = saved(setup.host.state, setup.options.state_limit(platform))
+        self._generators = Generators(platform.device_type)
+
+    def run(self, kind: Hashable, tokens: int, inputs: frozenset[int], calls: Calls[T]) -> T:
+        """Run a forward of so many tokens eagerly, for graphs of a `kind`; None is no graph's.
+        `inputs` are the addresses of its inputs' storages."""
+        return calls()()
+
+    def capture(
+        self, mode: GraphMode, descriptor: BatchDescriptor, call: Callable[[], T], *, in_one: bool
+    ) -> T:
+        """Capture a forward, as one graph (`in_one`) or as pieces."""
+        return call()
+
+    def restore(self) -> None:
+        """Put back the state that the last run has changed; it may be called again. The first
+        error of the host's own functions is raised when all is done."""
+        Undo([*reversed(self._declared)]).now()
+
+    def may_draw(self) -> bool:
+        """Whether the last warm-up drew random numbers, as far as is known."""
+        return True
+
+    def reads_host_memory(self) -> bool:
+        """Whether a warm-up has read memory of the host: where one operand is a number there, its
+        value is an argument of the kernel."""
+        return False
+
+    @undoing
+    def settle(self, undo: Undo, last_runs: Callable[[], None]) -> None:
+        """End the session by `last_runs` of the forward, and put random generators back."""
+        undo.later(self._generators.restore)
+        last_runs()
+
+    def give_up(self) -> None:
+        """End a session that was interrupted: note what its graphs read, without further runs."""
+
+
+class StepChecks:
+    """Decides which steps of a runner are replayed. This one has all of them replayed.
+
+    It knows neither the runner nor its graphs; what it needs of them comes with each call, as a
+    `GraphTable` or a `StepExecutor`. All calls are in a turn of the pool.
+    """
+
+    __slots__ = ("__dict__", "on", "pending")
+
+    decided: bool | None = None
+    """The ranks' vote on whether the next step is a trial; None if they have not voted."""
+
+    def __init__(self) -> None:
+        self.on = False
+        """Whether there is anything to ask: C and Python replay at once where not."""
+        self.pending: dict[int, int | tuple[int, int]] = {}
+        """slot -> the token count, or tokens and requests, of batches that may be replayed at once;
+        -1: no batch of that graph. A slot that is missing may always."""
+        self.glances = Looks()
+
+    # Captures
+
+    def runs(self, setup: RunnerSetup) -> RunWatch:
+        """What runs the forward in a new capture session."""
+        return RunWatch(setup)
+
+    def captured(self, graphs: Iterable[Dispatch], *, more: bool = False) -> None:
+        """Note captured graphs, some of which may have been noted before. With `more` to come none
+        is taken for the smallest or the largest of its kind."""
+
+    def try_examples(self, executor: Any, make: MakeExample) -> None:
+        """Try captured graphs by steps that the host makes; raises the first failure."""
+
+    def reset(self) -> None:
+        """Forget everything: there are no graphs."""
+
+    # Steps
+
+    def changed_settings(self) -> errors.VerificationError | None:
+        """The error for settings of torch that are not those of the first capture, or None."""
+        return None
+
+    def look_at_host(self) -> None:
+        """Note what the host has changed in Python since the last look."""
+
+    def why_eager(self, dispatch: Dispatch, *, agreed: bool) -> Reason | None:
+        """Why the step of a graph must not be replayed; None if it may. Ranks may have `agreed` on
+        the step. With `strict` raises the error instead."""
+        return None
+
+    def try_step(self, executor: Any, step: Step) -> tuple[Dispatch, Any] | Reason | None:
+        """Try a step if it is due: how it ran, and its live outputs. None if it is not due, a
+        reason to run it eagerly if it cannot be tried. With `strict` raises a failure."""
+        return None
+
+    def before_eager_step(self) -> None:
+        """A step is about to run eagerly."""
+
+    def after_eager_step(self) -> None:
+        """A step has run eagerly."""
+
+    def verify(self, executor: Any, step: Step) -> tuple[Any, Exception | None]:
+        """Try a step in any case; returns clones of its live outputs, and its failure or None."""
+        raise errors.VerificationError(
+            "this runner has nothing that could try a step",
+            expected="checks of graphrt.trust",
+            advice="make it as graphrt.GraphRunner",
+        )
+
+    # Ranks
+
+    def for_vote(self) -> tuple[Collection[int], Collection[int]]:
+        """For ranks that vote on the next step: the slots of graphs whose next step has to be tried
+        whatever its batch is, and of those in quarantine."""
+        return (), ()
+
+    def decide(self, slot: int, tried: bool) -> None:
+        """Note the ranks' vote on whether the next step, of this graph, is a trial. It holds until
+        `decided` is None again."""
+
+    # What is known
+
+    def check_weights(self, graphs: Any) -> None:
+        """Raise `StaleInputError` if a tensor that graphs read, and that has no name, has moved;
+        and `UntrackedWeightsError` if that cannot be told."""
+        graphs.named.refuse_others()
+
+    def set_aside(self, failure: Exception) -> None:
+        """Let all batches run eagerly; the caller raises `failure` itself."""
+
+    def report(self, graphs: Any, *, quick: bool) -> TrustReport:
+        """What is known of whether the graphs equal their forward. A `quick` report makes no walk:
+        it says nothing of the memory that graphs read."""
+        return TrustReport()

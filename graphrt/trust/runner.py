@@ -1,0 +1,198 @@
+"""The checks of a `GraphRunner`: `StepChecks` of core, by watched warm-ups and trials of steps."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from graphrt.core.base import errors
+from graphrt.core.base._undo import Undo, undoing
+from graphrt.core.base.thread_mode import set_for_capture
+from graphrt.core.batch.descriptor import BatchDescriptor, example_of
+from graphrt.core.dispatch.reasons import Dispatch, Reason
+from graphrt.core.inputs.buffers import reqs_of
+from graphrt.core.runner.contract import Step
+from graphrt.core.runner.executor import StepExecutor
+from graphrt.core.runner.findings import TrustReport, UnknownMemory
+from graphrt.core.runner.graph_table import GraphTable
+from graphrt.core.runner.host import Example, MakeExample
+from graphrt.core.runner.setup import RunnerSetup
+from graphrt.trust.checks import NO_INPUTS, Checks, Differing
+from graphrt.trust.reads import ReadSet
+from graphrt.trust.snapshot import StateSnapshot
+from graphrt.trust.trial import Trial
+from graphrt.trust.trials import StepRuns
+from graphrt.trust.verdict import Verdict
+from graphrt.trust.warm_up import WarmedUp, WatchedState
+
+_SEED = 0
+"""The seed of the generator that examples are made with: the same on every rank."""
+
+
+class RunnerChecks(Checks):
+    """Checks the steps of one runner: its captures say what graphs read, its trials run steps."""
+
+    __slots__ = ()
+
+    def __init__(self, setup: RunnerSetup) -> None:
+        # The operators of each kind's watched warm-up.
+        self.warmed_up: dict[Hashable, WarmedUp] = {}
+        reads = ReadSet(
+            setup.forward,
+            watched=setup.options.checks("capture"),
+            has_full=setup.plan.mode.has_full,
+        )
+        super().__init__(
+            setup.options,
+            reads,
+            setup.pool.platform.device_type,
+            inputs=NO_INPUTS if setup.host.mixes_rows else setup.inputs.declared.shows,
+            reqs=setup.inputs.reqs,
+        )
+
+    def reset(self) -> None:
+        super().reset()
+        self.warmed_up.clear()
+        self.reads.forget()
+
+    def runs(self, setup: RunnerSetup) -> WatchedState:
+        platform = setup.pool.platform
+        limit = setup.options.state_limit(platform)
+        return WatchedState(
+            StateSnapshot(platform.device_type, limit, declared=[*setup.host.state]),
+            self.reads,
+            self.warmed_up,
+            pads=setup.inputs.declared.addresses,
+            is_in_graphs=partial(platform.owns, setup.pool.memory),
+            has_parts=setup.plan.mode.has_piecewise,
+        )
+
+    # Trials ---------------------------------------------------------------------------------------
+
+    def try_step(self, executor: StepExecutor, step: Step) -> tuple[Dispatch, Any] | Reason | None:
+        dispatch = step.dispatch
+        differing = self._differing_inputs(executor, step)
+        if not self.wants_trial(dispatch.slot, differing):
+            return None
+        try:
+            runs = StepRuns(executor, step)
+            verdict = self._try(runs)
+        except errors.StateTooLargeError as error:
+            return self.cannot_try(dispatch.slot, error)
+        if verdict.failure is not None:
+            dispatcher = executor.graphs.dispatcher
+            dispatch = dispatcher.run_eagerly(dispatch, step.batch, Reason.QUARANTINED)
+        self._note(runs, verdict, differing)
+        return dispatch, verdict.outputs
+
+    def verify(self, executor: StepExecutor, step: Step) -> tuple[Any, Exception | None]:
+        # Note the host's changes now: after the trial all changes count as the forward's own.
+        self.look_at_host()
+        verdict = self._try(StepRuns(executor, step))
+        return verdict.outputs, verdict.failure
+
+    @undoing
+    def try_examples(self, undo: Undo, executor: StepExecutor, make: MakeExample) -> None:
+        """Try the graphs of `to_try`, with padding where there is room for it. Raises the first
+        failure, once all graphs are released."""
+        generator = torch.Generator("cpu").manual_seed(_SEED)
+        undo.after_error(executor.graphs.release)
+        executor.set_updates_aside(undo)
+        for dispatch in self.to_try():
+            prepared = executor.graphs.steps[dispatch.slot]
+            batch = example_of(dispatch.descriptor, 1 if prepared is None else prepared.reqs)
+            example = make(batch, generator)
+            if not isinstance(example, Example):
+                raise errors.InvalidOptionError(
+                    "Host(example=) made no step",
+                    got=type(example).__name__,
+                    expected="a graphrt.Example",
+                    advice="return Example(values={...})",
+                )
+            updates = executor.updates_of(example.updates)
+            step = Step(batch, dispatch, example.values, updates, example.metadata)
+            runs = StepRuns(executor, step)
+            verdict = self._try(runs, undone=True)
+            if verdict.failure is not None:
+                raise verdict.failure
+            self._note(runs, verdict, self._differing_inputs(executor, runs.step))
+
+    def _differing_inputs(self, executor: StepExecutor, step: Step) -> Differing | None:
+        """axis along which a step is padded -> its inputs that differ from their padding; None
+        where no such axis is awaited."""
+        if step.agreed:
+            return None
+        inputs, padded = executor.inputs, []
+        prepared = executor.graphs.steps[step.dispatch.slot]
+        awaited = self.awaited_padding(step.dispatch.slot)
+        assert prepared is not None
+        if "tokens" in awaited and step.batch.num_tokens < step.dispatch.descriptor.num_tokens:
+            padded.append("tokens")
+        if "reqs" in awaited and reqs_of(inputs, step.batch, step.values) < prepared.reqs:
+            padded.append("reqs")
+        return inputs.declared.differing(step.values, padded) if padded else None
+
+    @undoing
+    def _try(self, undo: Undo, runs: StepRuns, *, undone: bool = False) -> Verdict:
+        """Make the runs of a trial and compare them; with `undone` the last run leaves nothing."""
+        graphs, dispatch = runs.executor.graphs, runs.step.dispatch
+        setup = graphs.setup
+        warm, graph = self.warmed_up.get(dispatch.descriptor.kind), self.graph_to_try(dispatch)
+        trial = Trial(runs, graph, warm, setup.pool.platform, setup.options)
+        for span in graphs.spans:
+            undo.enter(span("trial", f"{dispatch.mode.name} [{dispatch.descriptor}]"))
+        # Captures ran under these settings: under others eager runs would differ from the replay.
+        set_for_capture(undo)
+        verdict = trial.run(undone=undone)
+        setup.run_forward.follows |= verdict.asks
+        self.ran_forward(at_every_run=True)
+        return verdict
+
+    def _note(self, runs: StepRuns, verdict: Verdict, differing: Differing | None) -> None:
+        """Note the verdict of a trial; with `strict` raises the failure."""
+        graphs, dispatch = runs.executor.graphs, runs.step.dispatch
+        record = self.graph_to_try(dispatch).record
+        is_first = verdict.failure is None and not record.steps
+        # Memory that the graph's nodes point to, and that no operator has shown, is read too.
+        if is_first and self.reads.keep_touched(self._unknown(graphs, [record.descriptor])):
+            self.glances.aim()
+        self.tried(dispatch.slot, verdict, differing)
+
+    # What is known --------------------------------------------------------------------------------
+
+    def check_weights(self, graphs: GraphTable) -> None:
+        if self.reads.watched:
+            self.reads.check(graphs.named, graphs.entries(), graphs.own_tensors())
+        else:
+            super().check_weights(graphs)
+        self.look_at_host()
+
+    def report(self, graphs: GraphTable, *, quick: bool) -> TrustReport:
+        trials = tuple(replace(record) for record in self.records.values())
+        reads = self.reads
+        if quick or not reads.watched:
+            return TrustReport(trials=trials)
+        tried = [record.descriptor for record in trials if record.steps]
+        return TrustReport(
+            reads=reads.table(),
+            trials=trials,
+            protected=tuple(reads.protected),
+            unknown=self._unknown(graphs, tried) if tried else None,
+            watched=reads.host.watched,
+            # A step glances at a few places only; after `rounds` steps each had its turn.
+            glance_steps=reads.rounds,
+            not_watched=reads.host.why_not,
+            harmless=tuple(self.harmless),
+        )
+
+    def _unknown(self, graphs: GraphTable, only: Iterable[BatchDescriptor]) -> UnknownMemory | None:
+        """Memory that nodes of the graphs of these descriptors may touch and nobody has named: see
+        `ReadSet`. None if there are no graphs."""
+        if not graphs.records:
+            return None
+        entries, tensors = graphs.entries([*only]), graphs.own_tensors()
+        return self.reads.unknown_memory(entries, graphs.setup.pool, tensors)
