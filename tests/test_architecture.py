@@ -22,7 +22,7 @@ from tests.test_surface import PUBLIC, SURFACE
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "development" / "architecture.md").read_text(encoding="utf-8")
-MAP, STEP, CAPTURE = re.findall(r"```\n(.*?)```", PAGE, re.DOTALL)
+MAP, STEP, CONTRACT, CAPTURE = re.findall(r"```\n(.*?)```", PAGE, re.DOTALL)
 # The lines of a walk that C does in one call, where it is built.
 IN_C = ["StepEngine.step", "GraphDispatcher.dispatch", "StepEngine.is_clear"]
 # The lines that the forward of benchmarks.walk does not need on the CPU.

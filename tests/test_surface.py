@@ -77,7 +77,8 @@ def members(value: Any) -> Iterator[Any]:
         if not owner.__module__.startswith("graphrt"):
             continue
         for name, member in vars(owner).items():
-            if name in contract:
+            # A base's own, where a class overrides it, is nothing that a caller sees.
+            if name in contract or inspect.getattr_static(value, name, None) is not member:
                 continue
             if name.startswith("_") and name not in ("__init__", "__call__"):
                 continue
