@@ -29,7 +29,7 @@ _ADVICE = {
     "PADDING": "raise GraphOptions(max_padding=), or add sizes nearer to these batches",
     "NOT_CAPTURED": "call runner.capture(), or capture_next() until nothing is left",
     "RANKS_DISAGREE": "agree on a graph that every rank has: same sizes and budget on all ranks",
-    "MISSING_GRAPH": "a wrapper inside the forward has dropped its graph; recapture()",
+    "MISSING_GRAPH": "a wrapper inside the forward was replaced, or has no graph; recapture()",
     "SETTINGS_CHANGED": "call capture() under the settings of the steps (autocast, gradients, ...)",
     "FAILED": "the error of these steps was raised to the caller; see the host's log",
     "NO_CONTEXT": "call wrappers inside a forward context",

@@ -253,8 +253,12 @@ class CaptureSession:
         """Capture and publish the graphs of `keys` in their order. `more` says that other sessions
         will capture graphs too: none of these is then taken for the largest or smallest."""
         setup, graphs = self._setup, self._graphs
+        had_graphs = bool(graphs.begun)
         graphs.destroy_leftovers()
-        if graphs.records:
+        if had_graphs and not graphs.begun:
+            # The pool has destroyed them all: what they read, such as an older KV cache, is forgotten.
+            graphs.release()
+        if graphs.begun:
             # Graphs that are captured already read the old addresses.
             graphs.reads.check_named()
             changed = graphs.checks.glances.changed_settings()

@@ -275,9 +275,20 @@ class StepEngine:
 
     def _run_unpadded(self, step: Step) -> Any:
         """Run a step eagerly on its live rows alone. With `strict` raises `CaptureSealedError` for
-        a batch that the plan has graphs for, such as one larger than every size."""
+        a batch that the plan has graphs for, such as one larger than every size, or one whose
+        graph was destroyed."""
         self._graphs.check_open()
         graphs, batch, reason = self._graphs, step.batch, step.dispatch.reason
+        if reason is Reason.NOT_CAPTURED and graphs.begun:
+            self._pool.check_open()
+            gone = graphs.dispatcher.planned_for(batch) if graphs.sealing.refuses else None
+            if gone is not None and gone.slot not in graphs.left_out:
+                graphs.sealing.refuse(
+                    "the graph of the batch was destroyed",
+                    got=batch,
+                    expected=f"{gone.mode.name} [{gone.descriptor}]",
+                    advice="capture() makes it again; or strict=False to run it eagerly",
+                )
         if graphs.sealing.refuses and reason in (Reason.TOO_LARGE, Reason.NO_GRAPH):
             plan = graphs.setup.plan
             is_decode = batch.query_len in plan.sizes.decode

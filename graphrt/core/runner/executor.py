@@ -158,7 +158,14 @@ class StepExecutor:
             dispatcher=graphs.dispatcher,
             live=step.batch,
         )
-        return self.run(prepared, step.batch, step.values, context, eager=eager, around=around)
+        pool = None if eager else prepared.pool_of_pieces
+        replays, dispatcher = 0 if pool is None else pool.generation, graphs.dispatcher
+        not_served = dispatcher.not_served
+        outputs = self.run(prepared, step.batch, step.values, context, eager=eager, around=around)
+        # The host has replaced the wrappers of its pieces: nothing was replayed, and nobody said so.
+        if pool is not None and (replays, not_served) == (pool.generation, dispatcher.not_served):
+            dispatcher.not_replayed(context)
+        return outputs
 
     def run_unpadded(self, step: Step, around: Around | None = None) -> Any:
         """Run the forward on copies of the live rows, in a trial by `around`. Raises

@@ -188,7 +188,9 @@ def report_of(graphs: GraphTable, live_tokens: int, *, quick: bool = False) -> R
         # MISSING_GRAPH is left to the dispatcher, which counts it once a step: wrappers count it
         # once for each piece.
         reasons.update({**owner.eager_calls, Reason.MISSING_GRAPH: 0})
-    trials = tuple(replace(record) for record in graphs.checks.records.values())
+    published = {graph.slot for graph in dispatcher.published}
+    checked = graphs.checks.records.items()
+    trials = tuple(replace(record) for slot, record in checked if slot in published)
     trust = TrustReport(trials=trials, mixes_rows=setup.host.mixes_rows)
     reads = graphs.reads
     if reads.watched and not quick:
