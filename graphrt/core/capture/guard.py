@@ -232,8 +232,13 @@ class _Withholding:
     def __getattribute__(self, name: str) -> Any:
         if name == "metadata":
             raise refusals.METADATA()
-        # None: a graph of mixed batches serves batches of other query lengths too.
-        return None if name == "query_len" else super().__getattribute__(name)
+        if name == "query_len":
+            return None  # a graph of mixed batches serves batches of other query lengths too
+        # Not by `super()`: another thread that finds the pool busy may be in here when the segment
+        # ends, and the context is of its own class again.
+        kind = type(self)
+        own = kind.__bases__[1] if issubclass(kind, _Withholding) else kind
+        return own.__getattribute__(self, name)
 
 
 def withhold(context: ForwardContext) -> None:

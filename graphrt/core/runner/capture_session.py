@@ -256,7 +256,7 @@ class CaptureSession:
         had_graphs = bool(graphs.begun)
         graphs.destroy_leftovers()
         if had_graphs and not graphs.begun:
-            # The pool has destroyed them all: what they read, such as an older KV cache, is forgotten.
+            # The pool has destroyed them all: what they read, such as an old KV cache, is no more.
             graphs.release()
         if graphs.begun:
             # Graphs that are captured already read the old addresses.

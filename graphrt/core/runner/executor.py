@@ -162,7 +162,7 @@ class StepExecutor:
         replays, dispatcher = 0 if pool is None else pool.generation, graphs.dispatcher
         not_served = dispatcher.not_served
         outputs = self.run(prepared, step.batch, step.values, context, eager=eager, around=around)
-        # The host has replaced the wrappers of its pieces: nothing was replayed, and nobody said so.
+        # The host has replaced the wrappers of its pieces: nothing was replayed, nobody said so.
         if pool is not None and (replays, not_served) == (pool.generation, dispatcher.not_served):
             dispatcher.not_replayed(context)
         return outputs
