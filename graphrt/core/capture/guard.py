@@ -237,7 +237,7 @@ class _Withholding:
         # Not by `super()`: another thread that finds the pool busy may be in here when the segment
         # ends, and the context is of its own class again.
         kind = type(self)
-        own = kind.__bases__[1] if issubclass(kind, _Withholding) else kind
+        own: Any = kind.__bases__[1] if issubclass(kind, _Withholding) else kind
         return own.__getattribute__(self, name)
 
 

@@ -24,7 +24,7 @@ from graphrt.core.batch.descriptor import Batch, checked_batch
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.dispatch.dispatcher import Count
 from graphrt.core.dispatch.reasons import Agreed, Dispatch, Reason
-from graphrt.core.inputs.buffers import batch_of
+from graphrt.core.inputs.buffers import batch_of, reqs_of
 from graphrt.core.replay.pool import GraphPool
 from graphrt.core.replay.recording import is_inside_capture, under_way
 from graphrt.core.runner.capture_session import capture_for_step
@@ -165,7 +165,7 @@ class StepEngine:
                 if check:
                     self.last_dispatch, outputs = self._checked(step)
                 elif dispatch.slot < 0:
-                    outputs = self._run_unpadded(step)
+                    outputs = self._run_unpadded(self._at_agreed_size(step, agreed))
                 else:
                     outputs = executor.run_padded(step)
             else:
@@ -272,6 +272,19 @@ class StepEngine:
         if verdict.failure is not None:
             raise verdict.failure
         return verdict.outputs
+
+    def _at_agreed_size(self, step: Step, agreed: Agreed | None) -> Step:
+        """A step of ranks without a graph for all, at the size that they have `agreed` on. Before
+        the first capture the axes of outputs are unknown, so that none is padded."""
+        if not isinstance(agreed, Dispatch) or agreed.slot >= 0 or not self._graphs.begun:
+            return step
+        tokens, reqs = agreed.descriptor[:2]
+        live = step.batch.num_tokens, reqs_of(self._executor.inputs, step.batch, step.values)
+        if reqs is None or tokens < live[0] or reqs < live[1]:
+            return step
+        dispatch = step.dispatch._replace(descriptor=agreed.descriptor)
+        self.last_dispatch = dispatch
+        return step._replace(dispatch=dispatch)
 
     def _run_unpadded(self, step: Step) -> Any:
         """Run a step eagerly on its live rows alone. With `strict` raises `CaptureSealedError` for
