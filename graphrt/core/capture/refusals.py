@@ -170,6 +170,14 @@ NOT_STRIDED = Refusal(
 
 # Tensors of the caller, and work of the host ------------------------------------------------------
 
+NESTED_PADDING = Refusal(
+    errors.CaptureSyncError,
+    "a nested tensor was made of a mask that hides all: in a warm-up every row is padding",
+    expected="a padded tensor, or a mask whose padding hides nothing",
+    advice="have nn.TransformerEncoder pad: enable_nested_tensor=False where it is made, or "
+    "use_nested_tensor = False on it; where an eager part makes it, InputSpec(pad=) with the value "
+    "of a place that is not hidden",
+)
 RESHAPED_ARGUMENT = Refusal(
     errors.RefusedOpError,
     "the forward gives a tensor of its caller, or of an eager part, another shape or other memory, "

@@ -26,6 +26,7 @@ from graphrt.core.base.texts import counted, seconds_text
 from graphrt.core.batch.context import ForwardContext
 from graphrt.core.batch.descriptor import Batch, BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
+from graphrt.core.capture import refusals
 from graphrt.core.capture.guard import SideDoors, side_doors
 from graphrt.core.device.contract import GraphWork, StreamRoom
 from graphrt.core.device.platform import Platform
@@ -388,6 +389,11 @@ class CaptureSession:
                 explained = self._setup.pool.platform.explain(error)
                 if isinstance(explained, errors.ResourceExhaustedError):
                     raise explained from error
+                if "to_padded_tensor" in str(error):
+                    raise refusals.NESTED_PADDING(source=refusals.source_of(error)) from error
+                specs = self._setup.inputs.declared.specs.items()
+                pads = ", ".join(f"{name}={spec.pad_value}" for name, spec in specs)
+                note(error, f"in a warm-up, where every row is padding ({pads}; InputSpec(pad=))")
             raise
         return work
 
