@@ -11,9 +11,9 @@ from weakref import WeakKeyDictionary
 import torch
 
 from graphrt.core.base._undo import Undo, undoing
-from graphrt.core.base.errors import CaptureError
 from graphrt.core.base.thread_mode import unseen
 from graphrt.core.device.captures import Captures, OpenCapture, nested_capture
+from graphrt.core.device.contract import EndedCaptureError
 from graphrt.core.device.pool_memory import captured_pool
 from graphrt.cuda.driver.api import (
     capture_is_invalidated,
@@ -71,10 +71,7 @@ class CudaCaptures(Captures[GraphMemory]):
         # capture_end() of an invalidated capture leaves the allocator in a state that depends on
         # the version of torch; abort() leaves a clean one.
         if capture_is_invalidated(stream):
-            raise CaptureError(
-                "an error that the forward caught, or did not notice, had ended the capture",
-                advice="do not catch errors of device work inside the captured forward",
-            )
+            raise EndedCaptureError.of("an invalidated capture at its end")
         self._forks.check_joined(stream, waits)
         if captured_nodes(stream) != 0:
             graph.capture_end()

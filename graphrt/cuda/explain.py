@@ -10,7 +10,7 @@ from graphrt.core.base.errors import (
     RefusedOpError,
     ResourceExhaustedError,
 )
-from graphrt.core.device.contract import Unexplained, error_chain
+from graphrt.core.device.contract import EndedCaptureError, Unexplained, error_chain
 
 _KEEP_OUT = (
     "keep .item(), .cpu(), .tolist(), nonzero and boolean masks out of the captured forward, "
@@ -105,12 +105,6 @@ _CAUSES: tuple[tuple[str, type[CaptureError], str, str], ...] = (
         "a routine of cuSPARSE was captured that cannot be",
         f"take it out of the forward, or {IN_PIECES}",
     ),
-    (
-        "previous error during capture",
-        CaptureError,
-        "an earlier error, which the forward caught, had ended the capture",
-        _RERUN,
-    ),
 )
 
 
@@ -122,6 +116,9 @@ def explain(error: BaseException) -> CaptureError:
         for message in messages:
             if pattern in message.lower():
                 return kind(what, got=message.splitlines()[0], advice=advice)
+    for message in messages:
+        if "previous error during capture" in message.lower():
+            return EndedCaptureError.of(message.splitlines()[0])
     if any(name in message.lower() for message in messages for name in _LIBRARIES):
         return CaptureError(f"capture failed: {messages[0]}", advice=_RERUN)
     return Unexplained.of(error)

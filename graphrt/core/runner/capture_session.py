@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any, TextIO
 
 import torch
+import torch.distributed as dist
 
 from graphrt.core.base import errors, tree
 from graphrt.core.base._undo import Undo, note, undoing
@@ -28,7 +29,7 @@ from graphrt.core.batch.descriptor import Batch, BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture import refusals
 from graphrt.core.capture.guard import SideDoors, side_doors
-from graphrt.core.device.contract import GraphWork, StreamRoom
+from graphrt.core.device.contract import EndedCaptureError, GraphWork, StreamRoom
 from graphrt.core.device.platform import Platform
 from graphrt.core.dispatch.ladders import preference
 from graphrt.core.dispatch.reasons import Agreed, Dispatch
@@ -357,6 +358,8 @@ class CaptureSession:
         transaction.may_draw = not is_noted or generators.have_drawn(generators.take())
         transaction.work = work
         self._streams.check(graph, work)
+        with pool.capture_lock:
+            pool.platform.make_room()
         outside = pool.platform.driver_bytes()
         try:
             self._attempt(graph)
@@ -388,7 +391,12 @@ class CaptureSession:
             if not isinstance(error, errors.GraphRTError):
                 explained = self._setup.pool.platform.explain(error)
                 if isinstance(explained, errors.ResourceExhaustedError):
-                    raise explained from error
+                    try:
+                        raise explained from error
+                    finally:
+                        # Else the error and this frame keep each other, and the memory of the run:
+                        # smaller graphs would find no room either, as no garbage is collected.
+                        del explained
                 if "to_padded_tensor" in str(error):
                     raise refusals.NESTED_PADDING(source=refusals.source_of(error)) from error
                 specs = self._setup.inputs.declared.specs.items()
@@ -397,16 +405,28 @@ class CaptureSession:
             raise
         return work
 
-    def _attempt(self, graph: graph_table.PreparedStep) -> None:
-        """Capture a graph; once more with its constants lifted where these cannot be captured."""
+    def _attempt(self, graph: graph_table.PreparedStep, *, again: bool = False) -> None:
+        """Capture a graph; once more with its constants lifted where these cannot be captured, or
+        where another thread has ended the capture. Segments of pieces may have run until then, and
+        other ranks wait in their collectives: with ranks only a FULL graph has a second attempt."""
+        ended = False
         try:
             self._run(graph, captures=True)
+        except EndedCaptureError:
+            alone = not (dist.is_available() and dist.is_initialized())
+            if again or not (alone or graph.mode is GraphMode.FULL):
+                raise
+            # Not from here: while an error is handled it keeps the memory of its capture.
+            ended = True
         except errors.PageableCopyError:
             if graph.transaction.lifts_constants:
                 raise
             graph.transaction.rollback()
             graph.transaction.lifts_constants = True
-            self._attempt(graph)
+            self._attempt(graph, again=again)
+        if ended:
+            graph.transaction.rollback()
+            self._attempt(graph, again=True)
 
     @undoing
     def _run(
