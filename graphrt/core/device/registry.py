@@ -251,9 +251,9 @@ class PlatformRegistry:
         """Warn that an installed plugin's platform is the default, and nobody has named it."""
         self._known.add(chosen.name)
         warn_caller(
-            f"platform {chosen.name!r} of the installed plugin {chosen.plugin} is the default here: "
-            f"{chosen.file}. To keep it: {PLATFORM_VARIABLE}={chosen.name}. To import no plugins: "
-            f"{PLUGINS_VARIABLE}=off",
+            f"platform {chosen.name!r} of the installed plugin {chosen.plugin} is the default "
+            f"here: {chosen.file}. To keep it: {PLATFORM_VARIABLE}={chosen.name}. To import no "
+            f"plugins: {PLUGINS_VARIABLE}=off",
             PluginWarning,
         )
 
@@ -282,7 +282,7 @@ class PlatformRegistry:
             if allowed and not allowed & names:
                 continue
             try:
-                logger.info("importing plugin %s (%s)", name, entry_point.value)
+                logger.info("importing plugin %s (%s)", name, printable(entry_point.value))
                 plugin = entry_point.load()
                 if not self._plugins.is_registered(plugin):
                     self.register(plugin, name)
