@@ -355,6 +355,23 @@ def test_loading_any_edited_plan_file_works_or_raises_a_plan_file_error(
         load(tmp_path, content)
 
 
+def test_control_characters_of_a_plan_file_are_escaped_wherever_they_are_shown(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    clear = "\x1b[2J\x9b1A\r"
+    content = file_content()
+    content["arguments"]["attention"] = {clear: "UNIFORM_BATCH"}
+    content["printed"].append(clear)
+    with pytest.warns(PlanChangedWarning) as warned:
+        loaded = Plan.load(forged(tmp_path, content), platform="cpu")
+    content["arguments"]["mode"] = clear
+    with pytest.raises(PlanFileError) as caught:
+        Plan.load(forged(tmp_path, content), platform="cpu")
+    shown = [str(loaded), *(str(each.message) for each in warned), str(caught.value), caplog.text]
+    assert all("\x1b" not in each and "\x9b" not in each and "\r" not in each for each in shown)
+    assert "\\x1b[2J\\x9b1A" in shown[0] and "\\x1b[2J\\x9b1A" in shown[1]
+
+
 def test_a_plan_file_with_an_unknown_argument_is_refused(tmp_path: Path) -> None:
     content = file_content()
     content["arguments"]["foo"] = 1

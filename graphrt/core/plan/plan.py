@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from graphrt.core.base.errors import InvalidOptionError, ResourceExhaustedError
 from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import check_kind, count_of, items_of
+from graphrt.core.base.texts import printable
 from graphrt.core.batch.descriptor import checked_variant
 from graphrt.core.batch.modes import AttentionSupport, GraphMode, Mode, PieceProvider, graphs_off
 from graphrt.core.device.platform import Platform
@@ -270,7 +271,7 @@ class Plan:
         return lines
 
     def __str__(self) -> str:
-        return "\n".join(self.lines())
+        return printable("\n".join(self.lines()))  # a saved one may name anything
 
     def __repr__(self) -> str:
         return f"Plan({self.mode.name}, {len(self.keys)} graphs, {self.platform.name})"
