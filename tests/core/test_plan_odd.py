@@ -296,6 +296,11 @@ def test_a_limit_without_costs_of_every_captured_mode_is_refused(name: str) -> N
         plan("FULL_AND_PIECEWISE", sizes=[1, 2], budget=Budget(**{name: 8}, cost=cost))
     assert len(plan("FULL", sizes=[1, 2], budget=Budget(**{name: 8}, cost=cost)).keys) == 2
     assert plan("NONE", sizes=[1, 2], budget=Budget(**{name: 8})).keys == ()
+    zero = {GraphMode.FULL: GraphCost(), GraphMode.PIECEWISE: GraphCost(**{name: 1})}
+    assert len(plan("FULL", sizes=[1, 2], budget=Budget(**{name: 8}, cost=zero)).keys) == 2
+    others = {GraphMode.FULL: GraphCost(graphs=2)}
+    with pytest.raises(InvalidOptionError, match="FULL graph"):
+        plan("FULL", sizes=[1, 2], budget=Budget(**{name: 8}, cost=others))
 
 
 def test_a_query_length_above_max_num_tokens_is_refused() -> None:

@@ -86,11 +86,13 @@ class Budget:
         return (self.cost or {}).get(GraphMode.parse(mode), GraphCost())
 
     def check_costs(self, modes: Collection[GraphMode]) -> None:
-        """Raise `InvalidOptionError` for a limit of which graphs of these modes would take
-        nothing: it would limit nothing."""
+        """Raise `InvalidOptionError` for a limit that limits nothing, as no cost says how much of
+        it a graph of each of these modes takes. A cost of 0 beside others is believed."""
+        costs = self.cost or {}
         for name, mode in itertools.product(RESOURCES, modes):
             limit = getattr(self, name)
-            if limit is not None and not getattr(self.cost_of(mode), name):
+            told = any(getattr(each, name) for each in costs.values()) and mode in costs
+            if limit is not None and name != "graphs" and not told:
                 raise InvalidOptionError(
                     f"a budget of {name} needs the cost of a {mode.name} graph",
                     got=f"Budget({name}={limit}) without {name} in cost= for {mode.name}",
