@@ -90,7 +90,7 @@ def capture_sizes(
     max_size: int | None = None,
     cap: int = _CAP,
     traffic: Traffic | None = None,
-    mode: GraphMode | None = None,
+    mode: Mode | None = None,
     **_: object,
 ) -> CaptureSizes:
     """The sizes of a host, by default or from its own list; takes the checked arguments of a plan.
@@ -115,7 +115,8 @@ def capture_sizes(
         )
     top = min(cap if max_size is None else max_size, max_num_tokens)
     limit = top if max_size is not None else min(max_num_reqs * longest * 2, top)
-    top = top if mode is not None and mode.has_piecewise else limit
+    if mode is None or not GraphMode.parse(mode).has_piecewise:
+        top = limit
     listed = None if sizes is None else _cut(tuple(sizes), max_num_tokens, max_size)
     _refuse_many(len(query_lens) * (top // 16 if listed is None else len(listed)))
     ladders: dict[int, tuple[int, ...]] = {}
