@@ -537,6 +537,9 @@ def _described(values: Iterable[Any], tensors: Mapping[int, Operand]) -> tuple[o
             described.append(_described(value, tensors))
         else:
             # As text: NaN is not equal to itself, and 0.0 is equal to -0.0.
+            # Each call gets a generator in another Python object.
+            if isinstance(value, torch.Generator):
+                value = f"generator {value._cdata:#x}"  # type: ignore[attr-defined]
             described.append(value if type(value) in _PLAIN else repr(value))
     return tuple(described)
 
