@@ -134,12 +134,6 @@ class Generators:
         else:
             self._save(generator.get_state, generator.set_state)
 
-    def note_given(self, values: Iterable[Any]) -> None:
-        """Save those of the generators among the arguments of an operator."""
-        for value in values:
-            if isinstance(value, torch.Generator):
-                self.note(value)
-
     def take(self) -> list[Any]:
         """The states at this moment."""
         return [*map(call, map(_FIRST, self._saved))]
