@@ -12,6 +12,11 @@ from graphrt.core.base.errors import (
 )
 from graphrt.core.device.contract import EndedCaptureError, Unexplained, error_chain
 
+_OWN_GENERATOR = "the forward draws from a random generator that no watched warm-up was given"
+_REGISTERED = (
+    "draw from the default generator, or draw before the step and pass the numbers as an input; a "
+    'GraphRunner at check="capture" registers the generators of its forward'
+)
 _KEEP_OUT = (
     "keep .item(), .cpu(), .tolist(), nonzero and boolean masks out of the captured forward, "
     f"or {IN_PIECES}"
@@ -92,6 +97,18 @@ _CAUSES: tuple[tuple[str, type[CaptureError], str, str], ...] = (
         CaptureError,
         "a random generator is still in the state of an earlier capture",
         "use the default generator, or register yours with the graph",
+    ),
+    (
+        "generator is not registered",
+        CaptureError,
+        _OWN_GENERATOR,
+        _REGISTERED,
+    ),
+    (
+        "generator not in capture mode",
+        CaptureError,
+        _OWN_GENERATOR,
+        _REGISTERED,
     ),
     (
         "cusolver error",

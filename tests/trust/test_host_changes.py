@@ -23,6 +23,7 @@ from graphrt.core.trust.host_watch import watch_state
 from graphrt.core.trust.places.walk import where_is
 from graphrt.errors import GraphQuarantinedWarning, StaleInputError, VerificationError
 from graphrt.observe import report_text
+from tests.trust import library_programs  # noqa: F401 - adds programs
 from tests.trust.host_programs import (
     HANDLES,
     PROGRAMS,

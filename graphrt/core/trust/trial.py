@@ -166,10 +166,15 @@ class Trial:
         state.restore()
         # Between the eager run and the replay, a run of padding. If the replay reads memory that is
         # not saved, it finds padding's values there, not those of the eager run, and differs.
+        # It goes on with the random numbers: a forward that seeds a generator does not.
+        state.generators.restore(eager.left.generators)
         step.eager(self._watch(), "padding")
+        later = state.generators.take()
         state.restore()
         replayed = Run(step.replay(), state.take(), first_watch)
         state.restore()
+        if state.generators.are_reset(eager.left.generators, replayed.left.generators, later):
+            self._judge_seeds()
         unpadded, other_padding = (None, None) if rows is None else self._padding_runs(rows)
         dtypes = map(attrgetter("dtype"), used.values())
         precision = self.platform.float32_precision
@@ -323,6 +328,21 @@ class Trial:
         if other_data is not None:
             got, then = other_data
             self._fail(verdicts.CONSTANT, got, then=then)
+
+    def _judge_seeds(self) -> None:
+        """Does the forward seed a generator of torch's outside of eager parts? From random numbers
+        further on a replay then draws others than an eager run, or leaves another state."""
+        state, left = self._state, self._eager.left.generators
+        runs = []
+        for call in (self.step.eager, lambda _: self.step.replay()):
+            state.generators.restore(left)
+            runs.append(self._extra_run("with later random numbers", call))
+        eager, replayed = runs
+        if eager is None or replayed is None:
+            return
+        drawn = state.generators.have_drawn(replayed.left.generators, eager.left.generators)
+        if drawn or _run_difference(replayed, eager) is not None:
+            self._fail(verdicts.SEEDED, "a generator's state that the forward sets itself")
 
     def _judge_replay(
         self, where: str, how: str, spread: Difference | None, again: Any, replay: Any

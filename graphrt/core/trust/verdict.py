@@ -88,6 +88,13 @@ NOT_REPEATED = Refusal(
     advice="keep what advances in a tensor and write it in place (add_, copy_), read clocks and "
     "files outside of the forward, or run it in an eager break",
 )
+SEEDED = Refusal(
+    errors.PythonStateError,
+    "{graph}: the forward seeds a generator, or sets its state; a replay draws the next numbers",
+    expected="a generator that the forward only draws from",
+    advice="seed it outside of the forward, draw the numbers before the step and pass them as an "
+    "input, or seed and draw in an eager break",
+)
 NOT_EAGER = Refusal(
     errors.VerificationError,
     "{graph}: the replay of its graph differs from eager{where}",

@@ -17,6 +17,7 @@ from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.guard import SideDoors, side_doors
 from graphrt.core.capture.operators import facts_of
+from graphrt.core.replay.recording import drawn_from
 from graphrt.core.trust.compare import listed
 from graphrt.core.trust.places.slots import CONTENTS, Place
 from graphrt.core.trust.places.walk import Keyed, with_keys
@@ -181,12 +182,20 @@ class WatchedState:
         moves.note()
         return watch, result
 
+    @undoing
     def capture(
-        self, mode: GraphMode, descriptor: BatchDescriptor, call: Callable[[], T], *, in_one: bool
+        self,
+        undo: Undo,
+        mode: GraphMode,
+        descriptor: BatchDescriptor,
+        call: Callable[[], T],
+        *,
+        in_one: bool,
     ) -> T:
         """Capture a forward, as one graph (`in_one`) or as pieces, and note which Python slots that
         changes. Operators are noted too if its size was watched, once for each kind and mode: that
         takes some microseconds an operator."""
+        undo.set(drawn_from, self.reads.drawn.values())
         largest = self.warmed_up.get(descriptor.kind)
         if largest is None or largest.tokens != descriptor.num_tokens or mode in largest.captured:
             result = call()
