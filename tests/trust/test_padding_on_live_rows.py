@@ -11,8 +11,6 @@ import pytest
 import torch
 
 from graphrt import GraphOptions, GraphRunner, InputSpec
-from graphrt.core.batch.context import current_context
-from graphrt.errors import GraphQuarantinedWarning, RowsMixedError
 
 WIDTH, ROWS, PAGE = 4, 32, 4
 X = InputSpec(torch.float32, ("tokens", WIDTH))
@@ -207,6 +205,7 @@ def served(
 
 def is_named_before_a_wrong_value(results: Iterator[tuple[bool, list[str]]]) -> bool:
     """Whether the error of padding was given, and no value was wrong before or after."""
+    words: list[str] = []
     for right, words in results:
         if not right:
             return False

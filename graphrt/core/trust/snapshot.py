@@ -64,8 +64,9 @@ class StateSnapshot:
         sums: bool = True,
         padding: Sequence[Region] = (),
     ) -> None:
-        """`padding` are rows that are put back and taken beside what runs write. Raises `StateTooLargeError` if declared state takes more than `limit_bytes`; then nothing
-        is saved."""
+        """`padding` are rows that are put back and taken beside what runs write. Raises
+        `StateTooLargeError` if declared state takes more than `limit_bytes`; then nothing is saved.
+        """
         states = as_states(declared) if declared else []
         total = sum(map(attrgetter("bytes"), states))
         if total > limit_bytes:

@@ -178,7 +178,7 @@ class Trial:
             dtypes = map(attrgetter("dtype"), alone.watch.uses.values())
             operators, precision = alone.watch.trace.overloads(), self.platform.float32_precision
             self._rounding = rounding_of(dtypes, operators, precision)
-        self._judge_live_rows(alone, alone)
+            self._judge_live_rows(alone, alone)
         self._padding.end(padded=False)
 
     def _judge(self) -> None:
@@ -452,13 +452,30 @@ class Trial:
             mixing = trace.at_source(trace.first_mixed(other_padding.watch.trace, rounding))
             first = mixing and f"\n    the first operator that mixes rows is {mixing}"
             self._fail(verdicts.ROWS_MIXED, apart.text + first, how=how, rounding=rounding)
-        spoilt = self._state.memory.spoilt_by_padding(
-            eager.left.memory, other_padding.left.memory, self.step.pads, self.step.sizes, rounding
-        )
+        left = [eager.left, other_padding.left]
+        spoilt = self._spoilt(*[each.memory for each in left])
+        if spoilt is not None and self._padding.rows:
+            # A spare row is no one's: without the rows that have the address of padding.
+            spoilt = self._spoilt(*map(self._without_padding_rows, left))
         if spoilt is not None:
             use, text = spoilt
             how = "padding rows change state that later steps read"
             self._fail(verdicts.ROWS_MIXED, f"{text} of {use}", how=how, rounding=rounding)
+
+    def _spoilt(
+        self, padded: Sequence[torch.Tensor], alone: Sequence[torch.Tensor]
+    ) -> tuple[object, str] | None:
+        """The first memory that padding has changed, of what two runs have left."""
+        step, memory = self.step, self._state.memory
+        return memory.spoilt_by_padding(padded, alone, step.pads, step.sizes, self._rounding)
+
+    def _without_padding_rows(self, left: snapshot.Left) -> list[torch.Tensor]:
+        """The memory that a run has left, but for the address of padding. The state is put back."""
+        now = self._state.take()
+        self._state.restore(left._replace(padding=[row.region.was for row in self._padding.rows]))
+        memory = self._state.memory.take()
+        self._state.restore(now)
+        return memory
 
     def _judge_live_rows(self, alone: Run | None, padded: Run) -> None:
         """Do live rows use rows that padding writes, in this step or in an earlier one? `alone` is
@@ -476,7 +493,7 @@ class Trial:
     def _note_reads(self, alone: Run) -> None:
         """Note the rows of padding on which results of live rows depend. Unused entries of a block
         table point at the spare page too: it is read, and masked."""
-        rows = [row for row in self._padding.rows if not (row.is_live and row.is_carried)]
+        rows = [row for row in self._padding.rows if row.live is None or not row.is_carried]
         others = [(row, row.other()) for row in rows]
         known = [(row, value) for row, value in others if value is not None]
 
@@ -495,7 +512,9 @@ class Trial:
 
         # Ranks that try together make the same runs. A clock differs without any change too.
         if known and not self.step.together and depends(known) and not depends(()):
-            self._padding.note_live(row for row, value in known if depends([(row, value)]))
+            for row, value in known:
+                if depends([(row, value)]):
+                    self._padding.note_read(row, value)
 
     def _judge_python(self, again: Run, other_padding: Run) -> None:
         """Compare the Python values that eager parts leave with padding and without it: a failure

@@ -226,6 +226,7 @@ class WatchedState:
         if moves is not None:
             moves.settle(reads, contents=self.has_parts)
         reads.protected += self.snapshot.memory.check_protected(self.pads)
+        self.padding.note_protected(self.snapshot.memory)
         places = reads.settle()
         if moves is not None:
             moves.warn_of_left(places.keyed)

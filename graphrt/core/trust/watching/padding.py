@@ -22,6 +22,7 @@ import torch
 
 from graphrt.core.base import tree
 from graphrt.core.base.thread_mode import unseen
+from graphrt.core.capture.operators import Rows
 from graphrt.core.trust.compare import difference, rounding_of
 from graphrt.core.trust.watching.writes import Region, SavedWrites
 
@@ -40,18 +41,25 @@ class PaddingRow:
         """The contents that a served step's padding wrote over; None before."""
         self.last: torch.Tensor | None = None
         """The contents after the last run that was looked at; None if others ran since."""
-        self.is_written = False
-        """Whether padding of a step has changed the contents."""
-        self.is_live = False
+        # Which elements padding of a step has changed, and which live rows use; None: none.
+        self.written: torch.Tensor | None = None
+        self.live: torch.Tensor | None = None
         self.is_carried = bool(getattr(region.use, "exposed", True))
         """Whether the contents reach the next step: scratch memory is overwritten before."""
         # Whether the warm-up has changed the contents; None before these are put back.
         self.warmed_up: bool | None = None
 
+    def is_spoilt(self) -> bool:
+        """Whether padding writes elements that live rows use."""
+        written, live = self.written, self.live
+        if written is None or live is None or not self.is_carried:
+            return False
+        return bool((written & live).any())
+
     def other(self) -> torch.Tensor | None:
         """Contents that padding would leave there, or has replaced; None if none are known that
         differ from those now."""
-        if not (self.is_written or self.warmed_up):
+        if self.written is None and not self.warmed_up:
             return None
         known = (self.value, self.replaced)
         return next((v for v in known if v is not None and _apart(v, self.region.was)), None)
@@ -86,11 +94,14 @@ class PaddingRows:
 
     def note_warm_up(self, memory: SavedWrites) -> None:
         """After a run of padding alone, before its writes are taken back: note its addresses."""
-        unseen(lambda: self._note(memory.regions))
+        unseen(lambda: self._note((each, each.addressed_by_padding()) for each in memory.regions))
 
-    def _note(self, regions: Iterable[Region]) -> None:
-        for region in regions:
-            rows = region.addressed_by_padding()
+    def note_protected(self, memory: SavedWrites) -> None:
+        """Note the rows that such runs wrote of memory too large to be saved."""
+        unseen(lambda: self._note((each, each.rows) for each in memory.protected_rows))
+
+    def _note(self, written: Iterable[tuple[Region, Rows | None]]) -> None:
+        for region, rows in written:
             tensor = region.tensor()
             if rows is None or tensor is None:
                 continue
@@ -163,8 +174,9 @@ class PaddingRows:
 
     def _note_used(self, row: PaddingRow, before: torch.Tensor, after: torch.Tensor) -> None:
         # An idle rank steps a row of padding: it writes what padding does.
-        if difference(after, before) is not None and _apart(after, row.value):
-            self.note_live([row])
+        changed = _unlike(after, before)
+        if changed is not None and _apart(after, row.value):
+            self.note_live(row, changed)
 
     def note_padded(
         self, alone: Sequence[torch.Tensor], padded: Sequence[torch.Tensor], *, served: bool
@@ -173,9 +185,10 @@ class PaddingRows:
 
         def note() -> None:
             for row, without, contents in zip(self.rows, alone, padded, strict=True):
-                if _apart(contents, without):
-                    row.is_written, row.value = True, contents
-                    row.replaced = without if served else row.replaced
+                changed = _unlike(contents, without) if _apart(contents, without) else None
+                if changed is not None:
+                    row.written = changed if row.written is None else changed | row.written
+                    row.value, row.replaced = contents, without if served else row.replaced
 
         unseen(note)
 
@@ -185,20 +198,22 @@ class PaddingRows:
         """Note that a run without padding has found these contents, and left those in all rows."""
         left = dict(zip(map(id, self.rows), after, strict=True))
         for row, value in swapped:
-            row.is_carried |= unseen(partial(torch.equal, *map(tree.octets, (left[id(row)], value))))
+            row.is_carried |= unseen(partial(_unlike, left[id(row)], value)) is None
 
-    def note_live(self, rows: Iterable[PaddingRow]) -> None:
-        """Note that live rows use these."""
-        for row in rows:
-            self.has_new |= not row.is_live
-            row.is_live = True
+    def note_live(self, row: PaddingRow, elements: torch.Tensor) -> None:
+        """Note that live rows use these elements."""
+        self.has_new |= row.live is None
+        row.live = elements if row.live is None else elements | row.live
+
+    def note_read(self, row: PaddingRow, value: torch.Tensor) -> None:
+        """Note that results of live rows were others with this value there."""
+        elements = unseen(partial(_unlike, row.region.was, value))
+        if elements is not None:
+            self.note_live(row, elements)
 
     def conflict(self) -> str | None:
         """The first row that padding writes and live rows use, in words."""
-        for row in self.rows:
-            if row.is_written and row.is_live and row.is_carried:
-                return row.name
-        return None
+        return unseen(lambda: next((row.name for row in self.rows if row.is_spoilt()), None))
 
 
 def _apart(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
@@ -207,6 +222,14 @@ def _apart(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
         return False
     apart = difference(ours, theirs)
     return apart is not None and apart.relative > rounding_of([ours.dtype], (), lambda _: "ieee")
+
+
+def _unlike(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor | None:
+    """Which elements have other bits; None if none have, or once the memory of one is gone."""
+    if ours.shape != theirs.shape:
+        return None
+    unlike = (tree.octets(ours) != tree.octets(theirs)).view(-1, ours.element_size()).any(1)
+    return unlike if bool(unlike.any()) else None
 
 
 def _is_uniform(value: torch.Tensor) -> bool:

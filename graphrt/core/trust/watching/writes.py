@@ -157,6 +157,8 @@ class SavedWrites:
         # which tensor (storage, offset, dtype, shape, strides) -> the indices of its rows that are
         # saved already: every run of a forward writes the same ones.
         self._saved: dict[tuple[object, ...], list[Index]] = {}
+        self.protected_rows: list[Region] = []
+        """Of each tensor that was too large, the only row that `check_protected` found written."""
         # A `protection_check` of each tensor that was too large.
         self._protected: list[Callable[[Sequence[int]], str]] = []
 
@@ -191,7 +193,8 @@ class SavedWrites:
             return
         if rows is None and self.bytes + tensor.nbytes > self.limit:
             if self._sums:
-                self._protected.append(protection_check(tensor, str(use)))
+                note = partial(self._note_protected, tensor, use, source)
+                self._protected.append(protection_check(tensor, str(use), note))
                 saved.append(WHOLE.at)
             return
         region = Region(tensor, rows or WHOLE, use, source)
@@ -261,6 +264,14 @@ class SavedWrites:
         """
         return [unseen(partial(check, pads)) for check in self._protected]
 
+    def _note_protected(
+        self, tensor: torch.Tensor, use: object, source: tuple[int, ...], rows: list[int]
+    ) -> None:
+        if len(rows) == 1 and tensor.dim():
+            at = torch.tensor(rows, device=tensor.device)
+            places = *[slice(None)] * _dim_of_rows(tensor), at
+            self.protected_rows.append(Region(tensor, Rows(places), use, source))
+
 
 def _same_rows(ours: Index, theirs: Index) -> bool:
     """Whether two indices choose the same rows."""
@@ -287,9 +298,11 @@ def too_large(state: str, got: str, limit_bytes: int) -> StateTooLargeError:
 # Memory that is too large to be saved ------------------------------------------------------------
 
 
-def protection_check(tensor: torch.Tensor, name: str) -> Callable[[Sequence[int]], str]:
+def protection_check(
+    tensor: torch.Tensor, name: str, note: Callable[[list[int]], None] | None = None
+) -> Callable[[Sequence[int]], str]:
     """A check of a tensor that is too large to be saved. Given the padding values, it returns as
-    text which rows were written since this call.
+    text which rows were written since this call, and tells them to `note`.
 
     It raises `StateTooLargeError` if no padding value names one of these rows, or its page. A row
     counts as written if the sum of its bits is another one. It is not likely that two changes of a
@@ -311,6 +324,8 @@ def protection_check(tensor: torch.Tensor, name: str) -> Callable[[Sequence[int]
                 advice="give the inputs that address it InputSpec(index=True, pad=a dummy row), or "
                 "declare it: Host(state=[State(tensor, rows=...)]); or raise state_limit_bytes",
             )
+        if note is not None:
+            note(changed)
         return f"{name}: rows {listed(changed) if changed else 'none'} written by padding"
 
     return check
