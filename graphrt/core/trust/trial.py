@@ -506,7 +506,7 @@ class Trial:
             run = self._extra_run("with other contents in rows of padding", call)
             if run is None:
                 return False
-            self._padding.note_carried(on, run.left.padding)
+            self._padding.note_carried(on, run.left.padding, alone.left.padding)
             apart = difference(run.outputs, alone.outputs, rounded=True)
             return apart is not None and apart.relative > self._rounding
 

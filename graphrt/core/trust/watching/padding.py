@@ -193,12 +193,21 @@ class PaddingRows:
         unseen(note)
 
     def note_carried(
-        self, swapped: Sequence[tuple[PaddingRow, torch.Tensor]], after: Sequence[torch.Tensor]
+        self,
+        swapped: Iterable[tuple[PaddingRow, torch.Tensor]],
+        after: Sequence[torch.Tensor],
+        usual: Sequence[torch.Tensor],
     ) -> None:
-        """Note that a run without padding has found these contents, and left those in all rows."""
-        left = dict(zip(map(id, self.rows), after, strict=True))
-        for row, value in swapped:
-            row.is_carried |= unseen(partial(_unlike, left[id(row)], value)) is None
+        """Note that a run without padding has found these contents, and has left `after` in all
+        rows; with the contents as they are it leaves `usual`."""
+
+        def note() -> None:
+            for row, value in swapped:
+                at = self.rows.index(row)
+                stays = _unlike(after[at], value) is None
+                row.is_carried |= stays and _unlike(usual[at], value) is not None
+
+        unseen(note)
 
     def note_live(self, row: PaddingRow, elements: torch.Tensor) -> None:
         """Note that live rows use these elements."""

@@ -92,17 +92,17 @@ class Region:
         None if there are none. An index gives them several times. Of memory that was written
         without an index it is the only row that changed, and the only slot of that page."""
         if self.rows.chosen:
-            sizes = [self.place[1][dim] for dim, _ in self._indexed(self.rows)]
-            # Negative ones count from the end, as in `index_put_`.
-            numbers = [
-                index % size
-                for size, (_, index) in zip(sizes, self._indexed(self.rows), strict=True)
-            ]
-            together = torch.stack([each.flatten() for each in torch.broadcast_tensors(*numbers)])
-            found, counts = together.unique(dim=1, return_counts=True)
-            twice = iter(found[:, counts > 1])
-            at = [each if isinstance(each, slice) else next(twice) for each in self.rows.at]
-            return Rows(tuple(at)) if bool((counts > 1).any()) else None
+            linear, dims = torch.zeros((), dtype=torch.int64, device=self.was.device), []
+            for dim, index in self._indexed(self.rows):
+                size = self.place[1][dim]
+                # Negative ones count from the end, as in `index_put_`.
+                linear = linear * size + index.to(linear.device) % size
+                dims.append((dim, size))
+            numbers, counts = torch.unique(linear, return_counts=True)
+            numbers, at = numbers[counts > 1], [*self.rows.at]
+            for dim, size in reversed(dims):
+                at[dim], numbers = numbers % size, numbers // size
+            return Rows(tuple(at)) if len(numbers) else None
         now = self.read()
         if self.rows.at or not now.dim() or now.shape != self.was.shape or not now.numel():
             return None
@@ -128,7 +128,7 @@ class Region:
     @property
     def key(self) -> int:
         """The key of the storage."""
-        return self._ref.cdata
+        return int(self._ref.cdata)
 
     def tensor(self) -> torch.Tensor | None:
         """The tensor over its memory; None once that is gone."""
@@ -268,9 +268,9 @@ class SavedWrites:
         self, tensor: torch.Tensor, use: object, source: tuple[int, ...], rows: list[int]
     ) -> None:
         if len(rows) == 1 and tensor.dim():
-            at = torch.tensor(rows, device=tensor.device)
-            places = *[slice(None)] * _dim_of_rows(tensor), at
-            self.protected_rows.append(Region(tensor, Rows(places), use, source))
+            row: list[slice | torch.Tensor] = [torch.tensor(rows, device=tensor.device)]
+            at = [*[slice(None)] * _dim_of_rows(tensor), *row]
+            self.protected_rows.append(Region(tensor, Rows(tuple(at)), use, source))
 
 
 def _same_rows(ours: Index, theirs: Index) -> bool:
