@@ -81,8 +81,8 @@ class Subject:
         return holdings
 
     def methods(self, codes: Iterable[CodeType], kinds: Iterable[type] = ()) -> list[Method]:
-        """The methods of the modules' classes, and of other `kinds`, whose code is among `codes`;
-        getters of properties too."""
+        """The methods of the modules' classes, and of other `kinds`, whose code is among `codes`.
+        Dynamo guards getters of properties itself."""
         traced = set(codes)
         methods: list[Method] = []
         for kind in {
@@ -109,9 +109,9 @@ class Subject:
 
 
 def method_of(kind: type, name: str) -> FunctionType | None:
-    """The Python function of a class's method or property; None if it has none by that name."""
+    """The Python function of a class's method; None if it has none by that name."""
     found = getattr(kind, name, None)
-    function = found.fget if isinstance(found, property) else getattr(found, "__func__", found)
+    function = getattr(found, "__func__", found)  # of a class method
     return function if isinstance(function, FunctionType) else None
 
 
