@@ -23,8 +23,8 @@ NOT_TRACED = "context variable"
 HIDDEN = "global that hides a builtin"  # docs/concepts/trust.md names it
 
 ALWAYS_RUN = (
-    "number", "flag", "hook", "buffer", "submodule", "dict value", "list element", "class attribute",
-    "parameters replaced", "keyword of a partial", "global number", "closure number",
+    "number", "flag", "hook", "buffer", "submodule", "dict value", "list element",
+    "class attribute", "parameters replaced", "keyword of a partial", "global number", "closure number",
     "default of an argument", "code of a function", "hook that looks", "eval mode",
 )  # fmt: skip
 
@@ -142,27 +142,28 @@ def _hook(net: Net) -> None:
     net.linear.register_forward_hook(lambda *_: None)
 
 
-HARMLESS: list[Callable[[Net], object]] = [
-    lambda net: setattr(net, "is_loud", True),
-    lambda net: net.log.append(2.0),
-    _hook,
-]
+HARMLESS: dict[str, Callable[[Net], object]] = {
+    "flag": lambda net: setattr(net, "is_loud", True),
+    "longer list": lambda net: net.log.append(2.0),
+    "hook": _hook,
+}
 
 
-@pytest.mark.parametrize("change", HARMLESS, ids=["flag", "longer list", "hook"])
-@pytest.mark.parametrize(
-    ("mode", "backend"),
-    [
-        ("PIECEWISE", "eager"),
-        pytest.param("FULL", "inductor", marks=needs_compiler),
-        pytest.param("PIECEWISE", "inductor", marks=[needs_compiler, pytest.mark.long]),
-    ],
-)
+def _harmless() -> Iterator[Any]:
+    for name in HARMLESS:
+        yield pytest.param("PIECEWISE", "eager", name, id=f"{name}-eager")
+        for mode in ("FULL", "PIECEWISE"):
+            is_quick = (mode, name) == ("FULL", "hook")
+            marks = [needs_compiler] if is_quick else [needs_compiler, pytest.mark.long]
+            yield pytest.param(mode, "inductor", name, id=f"{name}-{mode}-inductor", marks=marks)
+
+
+@pytest.mark.parametrize(("mode", "backend", "change"), [*_harmless()])
 def test_a_change_that_makes_no_difference_leaves_compiled_graphs_in_service(mode, backend, change):
     net = Net().eval()
     steps = Sealed(net, mode, backend)
     traces = steps.compiled.figures.traces
-    change(net)
+    HARMLESS[change](net)
     steps.run_past_glances()
     steps.runner.verify(x=torch.randn(3, WIDTH))
     assert (steps.wrong, steps.said, steps.reason) == ([], [], Reason.HIT)
@@ -170,7 +171,7 @@ def test_a_change_that_makes_no_difference_leaves_compiled_graphs_in_service(mod
 
 
 @needs_compiler
-@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+@pytest.mark.parametrize("mode", ["FULL", pytest.param("PIECEWISE", marks=pytest.mark.long)])
 def test_a_change_of_inductors_code_is_served_uncompiled_until_it_is_undone(mode):
     net = Net().eval()
     steps = Sealed(net, mode, "inductor")

@@ -40,7 +40,7 @@ _lock = process_lock()
 _directories: dict[int, str] = {}
 """Number of a process -> its directory: a forked process makes its own."""
 _own_folders: dict[int, str] = {}
-"""Number of a process -> the folder that its compiler uses in place of one that others may write."""
+"""Number of a process -> its compiler's folder, in place of one that others may write."""
 
 _TRITON_VARIABLE = "TRITON_CACHE_DIR"
 _INDUCTOR_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
@@ -95,7 +95,7 @@ def trusted_folders() -> Iterator[None]:
     folder = os.environ.get(_INDUCTOR_VARIABLE) or default
     triton = os.environ.get(_TRITON_VARIABLE)
     with _lock, contextlib.ExitStack() as block:
-        if not all([_is_trusted(each) for each in (folder, triton) if each]):
+        if not all(_is_trusted(each) for each in (folder, triton) if each):
             own = _own_folder()
             block.enter_context(compiler_directory(own))
             block.enter_context(_triton_directory(f"{own}/triton"))
