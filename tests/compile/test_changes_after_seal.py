@@ -24,8 +24,9 @@ HIDDEN = "global that hides a builtin"  # docs/concepts/trust.md names it
 
 ALWAYS_RUN = (
     "number", "flag", "hook", "buffer", "submodule", "dict value", "list element",
-    "class attribute", "parameters replaced", "keyword of a partial", "global number", "closure number",
-    "default of an argument", "code of a function", "hook that looks", "eval mode",
+    "class attribute", "parameters replaced", "keyword of a partial", "global number",
+    "closure number", "default of an argument", "code of a function", "hook that looks",
+    "eval mode",
 )  # fmt: skip
 
 needs_compiler = pytest.mark.skipif(
