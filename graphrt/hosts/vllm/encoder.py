@@ -50,7 +50,8 @@ class EncoderCaptures:
             # Not the budget itself: it refers to the graph, which could then never be dropped.
             buffers = new_budgets[0].input_buffers, new_budgets[0].output_buffer
             forward = partial(_encode, manager.model, *buffers, path)
-            descriptor = BatchDescriptor(token_budget, variant=("encoder", path, *filter(None, axis_keys)))
+            variant = ("encoder", path, *filter(None, axis_keys))
+            descriptor = BatchDescriptor(token_budget, variant=variant)
             new_budgets[0].graph.capture(manager.graph_pool, forward, descriptor)
             return result
 

@@ -19,7 +19,6 @@ from graphrt import (
 from graphrt.hosts.vllm.log import Captures
 from graphrt.hosts.vllm.table import Table
 
-
 _INNER = "inner"
 
 
