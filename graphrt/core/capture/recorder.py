@@ -309,6 +309,11 @@ class Recorder:
         assert self._open is not None
         self._open[1].append(task)
 
+    @property
+    def task_count(self) -> int:
+        """How many tasks the open segment has."""
+        return len(self._open[1]) if self._open else 0
+
     def give(self, leaves: Iterable[Any]) -> None:
         """Note tensors of which the forward has the only Python object: see `made`."""
         for leaf in leaves:

@@ -55,6 +55,10 @@ class Recording(Protocol):
     def add_task(self, task: Any) -> None:
         """Note a `CapturedTask` of the open segment."""
 
+    @property
+    def task_count(self) -> int:
+        """How many tasks the open segment has."""
+
 
 active: ContextVar[Recording | None] = ContextVar("graphrt_capture", default=None)
 """The capture under way in this thread, whether a segment is open or an eager part runs."""
