@@ -48,8 +48,8 @@ _NO_STATE = tuple(f"{name}." for name in (
     "torch.cpu", "torch.cuda", "torch.distributed", "torch.export", "torch.fx", "torch.futures",
     "torch.jit", "torch.library", "torch.mps", "torch.mtia", "torch.multiprocessing", "torch.onnx",
     "torch.overrides", "torch.package", "torch.profiler", "torch.testing",
-    "torch.utils._python_dispatch", "torch.utils.benchmark", "torch.utils.cpp_extension", "torch.utils.hooks",
-    "torch.utils.tensorboard", "torch.xpu", "torch_npu",
+    "torch.utils._python_dispatch", "torch.utils.benchmark", "torch.utils.cpp_extension",
+    "torch.utils.hooks", "torch.utils.tensorboard", "torch.xpu", "torch_npu",
 ))  # fmt: skip
 
 
