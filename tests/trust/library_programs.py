@@ -324,7 +324,8 @@ holds(
 
 
 NAMES_OF_LIBRARIES = (
-    "code", "cuda", "platform", "profile", "queue", "statistics", "token", "test", "triton", "types",
+    "code", "cuda", "platform", "profile", "queue", "statistics", "test", "token", "triton",
+    "types",
 )  # fmt: skip
 
 

@@ -632,7 +632,7 @@ def pattern_and_path(of: Host) -> Between:
 
 @host
 def file_of_a_log(of: Host) -> Between:
-    of.state = tempfile.TemporaryFile("w+")
+    of.state = tempfile.TemporaryFile("w+")  # noqa: SIM115
     return lambda step: of.state.write("step")
 
 

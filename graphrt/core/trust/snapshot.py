@@ -18,7 +18,7 @@ import contextlib
 import pickle
 import random
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from operator import attrgetter, eq, is_, itemgetter, methodcaller
 from typing import Any, NamedTuple, cast
@@ -153,9 +153,9 @@ class Generators:
         return unseen(lambda: not all(map(_same_state, before, states)))
 
     def are_reset(self, left: Sequence[Any], replayed: Sequence[Any], later: Sequence[Any]) -> bool:
-        """Whether a forward seems to seed one of torch's generators, or to put its state back: a
-        run has `left` another state than a replay did, or the same as the run `later` did, which
-        began with it."""
+        """Whether a forward seems to seed a generator of torch's, or to put its state back: a
+        replay has drawn from one, but the run that `left` these states has moved it nowhere, or to
+        the state in which a run that began there ended `later`."""
 
         def is_reset(at: int, was: Any) -> bool:
             if not isinstance(was, torch.Tensor) or _same_state(was, replayed[at]):

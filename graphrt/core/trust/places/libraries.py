@@ -47,9 +47,9 @@ _NO_STATE = tuple(f"{name}." for name in (
     "torch.accelerator", "torch.amp.autocast_mode", "torch.autograd", "torch.compiler",
     "torch.cpu", "torch.cuda", "torch.distributed", "torch.export", "torch.fx", "torch.futures",
     "torch.jit", "torch.library", "torch.mps", "torch.mtia", "torch.multiprocessing", "torch.onnx",
-    "torch.overrides", "torch.package", "torch.profiler", "torch.testing", "torch.utils._python_dispatch",
-    "torch.utils.benchmark", "torch.utils.cpp_extension", "torch.utils.hooks",
-    "torch.utils.tensorboard", "torch.xpu", "torch_npu",
+    "torch.overrides", "torch.package", "torch.profiler", "torch.testing",
+    "torch.utils._python_dispatch", "torch.utils.benchmark", "torch.utils.cpp_extension",
+    "torch.utils.hooks", "torch.utils.tensorboard", "torch.xpu", "torch_npu",
 ))  # fmt: skip
 
 

@@ -191,9 +191,7 @@ def _defaults(users: list[type]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _kind_of_object(
-    of: type, users: list[type], has_attributes: bool
-) -> tuple[type | None, Kind]:
+def _kind_of_object(of: type, users: list[type], has_attributes: bool) -> tuple[type | None, Kind]:
     """The kind of objects whose type has no base class of `_KIND_OF_BASE`; of a wrapper also the
     class of graphrt that says what it wraps."""
     for base in bases_of(of):
@@ -271,11 +269,9 @@ Python runs them unnamed."""
 
 _ENVIRONMENT = frozenset(("environ", "environb", "getenv", "getenvb"))
 """Names by which code reads environment variables."""
-_LOOK_UP = frozenset((
-    "getattr", "attrgetter", "globals", "vars", "__dict__", "modules", "import_module",
-    "__import__",
-))  # fmt: skip
-"""Names by which code looks up names that are texts."""
+_LOOK_UP = frozenset(("globals", "modules", "import_module", "__import__"))
+"""Names by which code looks up modules and globals by texts. Not `getattr`: libraries ask by it for
+much that no forward reads."""
 
 _ROOT_NAMES = {Kind.MODULE: "model", Kind.PARTIAL: "partial"}
 """With which name paths begin; for other kinds it is `self`, or a function's own name."""
@@ -741,8 +737,8 @@ def _looks_plain(value: Any, base: Any) -> bool:
 
 
 def _names_in(code: types.CodeType) -> set[str]:
-    """The names in code, and in functions and lambdas within it. Where it looks names up, as by
-    `getattr`, its texts may be names."""
+    """The names in code, and in functions and lambdas within it. Where it looks modules or globals
+    up (`sys.modules["settings"]`), its texts may be names."""
     names = {*code.co_names}
     looks_up = not names.isdisjoint(_LOOK_UP)
     for constant in code.co_consts:
