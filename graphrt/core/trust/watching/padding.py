@@ -69,8 +69,8 @@ class PaddingRows:
     """All rows that padding writes, for one runner."""
 
     def __init__(self, pads: Mapping[str, int] = _NO_PADS, *, sees_all: bool = False) -> None:
-        """`pads` are the padding values of index inputs, by name. `sees_all` says that every step
-        with a graph is tried."""
+        """`pads` are the padding values of inputs that may be addresses, by name. `sees_all` says
+        that every step with a graph is tried."""
         self._pads = pads
         self._sees_all = sees_all
         self.clear()
@@ -116,7 +116,7 @@ class PaddingRows:
                 ] or [f"{name}={pad}" for name, pad in self._pads.items()]
                 shown = [held[0] if len(held) == 1 else held for _, held in numbers]
                 name = (
-                    f"padding ({', '.join(used_by) or 'of no index input'}) writes row "
+                    f"padding ({', '.join(used_by) or 'of no integer input'}) writes row "
                     f"{', '.join(map(str, shown))} of {region.use}"
                 )
                 row = PaddingRow(Region(tensor, rows, region.use), name)
