@@ -231,6 +231,7 @@ class CaptureSession:
             pads=setup.inputs.declared.addresses,
             is_in_graphs=partial(platform.owns, setup.pool.memory),
             has_parts=has_parts,
+            padding=graphs.checks.padding,
         )
         self._streams = StreamLedger(platform, setup.options.breaks)
         # Notes which tensors eager parts have made. Only PIECEWISE captures ask for it; to watch an

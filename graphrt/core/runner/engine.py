@@ -30,7 +30,12 @@ from graphrt.core.replay.recording import is_inside_capture, under_way
 from graphrt.core.runner.capture_session import capture_for_step
 from graphrt.core.runner.executor import Step, StepExecutor, Values
 from graphrt.core.runner.graph_table import PreparedStep
-from graphrt.core.runner.trials import differing_inputs, run_trial, run_verified
+from graphrt.core.runner.trials import (
+    differing_inputs,
+    run_trial,
+    run_verified,
+    run_without_graph,
+)
 from graphrt.core.trust.gradients import marked
 
 
@@ -202,6 +207,7 @@ class StepEngine:
         if not step.agreed:
             return eager, self._run_unpadded(step._replace(dispatch=eager))
         outputs = self._executor.run_padded(step, eager=True)
+        checks.padding.forget_contents()
         checks.look_after_eager_step()
         return eager, outputs
 
@@ -240,6 +246,7 @@ class StepEngine:
             )
         try:
             step = Step(batch, dispatch, values, executor.updates_of(updates), metadata)
+            self._checks.padding.forget_contents()
             return executor.run_padded(step, eager=True)
         except BaseException:  # a Ctrl-C too: UNCHANGED must not repeat these updates
             executor.step_failed(updates)
@@ -293,6 +300,6 @@ class StepEngine:
         if self._graphs.reads.host.rung:
             self._checks.look_at_host()
         try:
-            return self._executor.run_unpadded(step)
+            return run_without_graph(self._executor, step)
         finally:
             self._checks.look_after_eager_step()

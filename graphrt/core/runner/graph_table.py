@@ -222,6 +222,7 @@ class GraphTable:
             setup.pool.platform.device_type,
             inputs=NO_INPUTS if setup.host.mixes_rows else setup.inputs.declared.shows,
             reqs=setup.inputs.reqs,
+            pads=setup.inputs.declared.pads,
         )
         self.setup = setup
         # Whether the runner is closed: see `check_open`.

@@ -45,7 +45,7 @@ from graphrt.core.runner.executor import Step, StepExecutor
 from graphrt.core.runner.host import Example, MakeExample
 from graphrt.core.trust.reads import ReadSet
 from graphrt.core.trust.trial import Rows, Trial, TriedStep
-from graphrt.core.trust.verdict import TrialRecord, Verdict
+from graphrt.core.trust.verdict import TrialRecord, TriedGraph, Verdict
 from graphrt.core.trust.warm_up import WarmedUp
 from graphrt.core.trust.watching.watch import Watch
 
@@ -73,6 +73,40 @@ def run_verified(executor: StepExecutor, step: Step) -> Verdict:
     return _try(StepRuns(executor, step))
 
 
+def run_without_graph(executor: StepExecutor, step: Step) -> Any:
+    """Run an eager step on its live rows, and look whether these use rows that padding writes: by
+    what they write, at the level `always` also by what they read."""
+    graphs = executor.graphs
+    checks, setup = graphs.checks, graphs.setup
+    padding = checks.padding
+    if not padding.rows:
+        return executor.run_unpadded(step)
+    if checks.tries_all and setup.host.ranks is None:
+        record = TrialRecord(step.dispatch.mode, step.dispatch.descriptor)
+        trial = Trial(
+            EagerRuns(executor, step), TriedGraph(record), None, setup.pool.platform, setup.options
+        )
+        trial.look_at_padding()
+        checks.ran_forward(at_every_run=True)
+    before = padding.read(padding.first_rows)
+    outputs = executor.run_unpadded(step)
+    padding.note_used(padding.first_rows, before, padding.read(padding.first_rows))
+    checks.look_at_padding()
+    return outputs
+
+
+class EagerRuns(TriedStep):
+    """The runs of a runner's step that has no graph."""
+
+    def __init__(self, executor: StepExecutor, step: Step) -> None:
+        graphs = executor.graphs
+        self.forward, self.padding = graphs.setup.forward, graphs.checks.padding
+        self._executor, self._step = executor, step
+
+    def eager(self, watch: Watch, rows: Rows = "padded") -> Any:
+        return tree.cloned(self._executor.run_unpadded(self._step, partial(watched, watch, None)))
+
+
 @undoing
 def try_examples(
     executor: StepExecutor, undo: Undo, make: MakeExample, release: Callable[[], None]
@@ -95,7 +129,7 @@ def try_examples(
             )
         updates = executor.updates_of(example.updates)
         step = Step(batch, dispatch, example.values, updates, example.metadata)
-        runs = StepRuns(executor, step)
+        runs = StepRuns(executor, step, served=False)
         verdict = _try(runs, undone=True)
         if verdict.failure is not None:
             raise verdict.failure
@@ -153,7 +187,7 @@ class StepRuns(TriedStep):
     `step` is the step with cloned inputs, `executor` runs it. `TriedStep` has the other fields.
     """
 
-    def __init__(self, executor: StepExecutor, step: Step) -> None:
+    def __init__(self, executor: StepExecutor, step: Step, *, served: bool = True) -> None:
         graphs, inputs = executor.graphs, executor.inputs
         flat = inputs.declared.check(step.values, None, None)
         # Cloned, as inputs may be outputs of the last step, or views of the buffers. Eager runs
@@ -174,6 +208,8 @@ class StepRuns(TriedStep):
         if padded != live and not (step.agreed or graphs.setup.host.mixes_rows):
             self.sizes = [*zip(padded, live, strict=True)]
         self.forward, self.inputs = graphs.setup.forward, prepared.transaction.fixed
+        self.is_padded = padded != live
+        self.padding, self.is_served = graphs.checks.padding, served
         self.pads = inputs.declared.unused_addresses(step.values)
         self.together = step.agreed or graphs.setup.host.ranks is not None
         self.has_gradients = torch.is_grad_enabled()

@@ -112,6 +112,13 @@ ROWS_MIXED = Refusal(
     "(InputSpec(index=True, pad=...)), call eval() on a model whose BatchNorm still trains; where "
     "rows are mixed by design, Host(mixes_rows=True) says so",
 )
+PADDING_ON_LIVE_ROW = Refusal(
+    errors.RowsMixedError,
+    "{graph}: padding writes state that live rows use, and spoils it while they rest",
+    expected="padding that points at a row, or a page, which no request has",
+    advice="allocate one row (or page) more and give it to nobody: InputSpec(..., index=True, "
+    "pad=the old number of rows). In torch -1 is the last row; a kernel of your own may skip it",
+)
 PYTHON_MOVES = Refusal(
     errors.PythonStateError,
     "{graph}: {how}",

@@ -22,6 +22,7 @@ from graphrt.core.trust.places.slots import CONTENTS, Place
 from graphrt.core.trust.places.walk import Keyed, with_keys
 from graphrt.core.trust.reads import ReadSet
 from graphrt.core.trust.snapshot import MEMORY, PythonState, StateSnapshot, is_plain, put_back
+from graphrt.core.trust.watching.padding import PaddingRows
 from graphrt.core.trust.watching.watch import IssuedWatch, OwnMemory, Trace, Use, Watch
 from graphrt.core.trust.watching.writes import SavedWrites, WriteWatch, note_operators
 
@@ -58,6 +59,8 @@ class WatchedState:
     """Whether a tensor's memory is of a graph pool."""
     has_parts: bool
     """Whether graphs may have eager parts."""
+    padding: PaddingRows
+    """The rows that warm-ups, which have padding alone, are seen to write."""
     inputs_written: dict[int, Use] = field(default_factory=dict)
     """Inputs that the last run wrote, by address, if it was watched."""
 
@@ -137,6 +140,7 @@ class WatchedState:
         made = moves.note_made(watch, reads)
         if made or watch.written():
             left = memory.take()
+            self.padding.note_warm_up(memory)
             self.restore()
             # Run again on what the first run left: a table of indices that it filled may have held
             # anything before.
@@ -222,6 +226,7 @@ class WatchedState:
         if moves is not None:
             moves.settle(reads, contents=self.has_parts)
         reads.protected += self.snapshot.memory.check_protected(self.pads)
+        self.padding.note_protected(self.snapshot.memory)
         places = reads.settle()
         if moves is not None:
             moves.warn_of_left(places.keyed)
