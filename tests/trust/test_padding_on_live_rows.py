@@ -244,6 +244,7 @@ def test_padding_on_the_row_of_a_resting_request_is_named(name, check, mode):
 
 RIGHT: dict[str, tuple[Callable[[], Program], Steps]] = {
     "spare last row": (lambda: by_slots(-1, ROWS + 1), slots_of(31)),
+    "spare last row with values": (lambda: by_slots(-1, ROWS + 1, bias=1.0), later(31, 7)),
     "spare last row, by its number": (lambda: by_slots(ROWS, ROWS + 1), later(31, 7)),
     "spare first row": (lambda: by_slots(0, bias=1.0), later(31, 7)),
     "spare row of several layers": (lambda: by_slots(0, bias=1.0, layers=3), later(31, 7)),
