@@ -5,7 +5,7 @@
 
 The tag is "v" and the version of `graphrt/_version.py`, and docs/changelog.md has a section of it
 with at least one line. DIST, a folder, has the sdist, the wheel without the C part, and one with it
-for each Python of pyproject.toml's classifiers and each machine of `MACHINES`.
+for each Python of pyproject.toml's classifiers and each machine of `MACHINES`, and nothing else.
 """
 
 from __future__ import annotations
@@ -42,16 +42,15 @@ def notes(root: Path = ROOT) -> str:
     return ""
 
 
-def missing(names: list[str], root: Path = ROOT) -> list[str]:
-    """What a release has to have beside the files `names`."""
+def wanted(root: Path = ROOT) -> list[str]:
+    """The names of a release's files, as patterns."""
     now = version(root)
-    wanted = [rf"graphrt-{now}\.tar\.gz", rf"graphrt-{now}-py3-none-any\.whl"]
-    wanted += [
+    wheels = [
         rf"graphrt-{now}-{python}-{python}-manylinux[\w.]*_{machine}\.whl"
         for python in pythons(root)
         for machine in MACHINES
     ]
-    return [each for each in wanted if not any(re.fullmatch(each, name) for name in names)]
+    return [rf"graphrt-{now}\.tar\.gz", rf"graphrt-{now}-py3-none-any\.whl", *wheels]
 
 
 def problems(tag: str, dist: Path | None = None, root: Path = ROOT) -> list[str]:
@@ -61,8 +60,13 @@ def problems(tag: str, dist: Path | None = None, root: Path = ROOT) -> list[str]
     if not notes(root):
         found.append(f'docs/changelog.md has no section "## {version(root)}" with a line in it')
     if dist is not None:
-        names = [each.name for each in dist.iterdir()]
-        found += [f"{dist} has no {each}" for each in missing(names, root)]
+        names, patterns = [each.name for each in dist.iterdir()], wanted(root)
+        for each in patterns:
+            if not any(re.fullmatch(each, name) for name in names):
+                found.append(f"{dist} has no {each}")
+        for name in names:
+            if not any(re.fullmatch(each, name) for each in patterns):
+                found.append(f"{dist} has {name!r}, which is no file of this release")
     return found
 
 

@@ -6,6 +6,7 @@
 #   PYTHON               the interpreter to build on (python3)
 #   VENV                 where the environment goes (.venv)
 #   GRAPHRT_TORCH        a torch version in place of the one in constraints.txt
+#   GRAPHRT_TORCH_INDEX  an index with CPU builds of torch; nothing else comes from it
 #   GRAPHRT_TORCH_BUILD  "any": where pip finds no CPU build, the default build (several GB) will do
 #
 # A torch that fits and that PYTHON or the environment has already is used as it is and never
@@ -109,13 +110,15 @@ make_venv() {
 }
 
 install_torch() {
-    local requirement="torch==$own_torch"
+    local requirement="torch==$own_torch" from=()
+    # With its dependencies torch would bring other packages of that index.
+    [ -z "${GRAPHRT_TORCH_INDEX:-}" ] || from=(--no-deps --index-url "$GRAPHRT_TORCH_INDEX")
     if [ "$(uname -s)" = Linux ] && ! has_accelerator; then
         # Only the local version tells the CPU build from the CUDA build of the same number.
-        step "installing $requirement+cpu" pip install "$requirement+cpu" && return
+        step "installing $requirement+cpu" pip install ${from[@]+"${from[@]}"} "$requirement+cpu" && return
         [ "${GRAPHRT_TORCH_BUILD:-cpu}" = any ] || fail \
             "no $requirement+cpu for $("$python" -V) among what pip can reach" \
-            "try: PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS with a place that has CPU builds of torch," \
+            "try: GRAPHRT_TORCH_INDEX or PIP_FIND_LINKS with a place that has CPU builds of torch," \
             "     a PYTHON that has torch>=2.11 installed, or, several GB, GRAPHRT_TORCH_BUILD=any"
     fi
     step "installing $requirement" pip install "$requirement" ||

@@ -15,19 +15,25 @@ read -r -a pythons <<<"${PYTHONS:-python3}"
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
-"${pythons[0]}" -m venv "$work/tools"
+# What builds is pinned by hash, and no build fetches more.
+tools_of() {
+    "$1" -m venv "$2"
+    "$2/bin/python" -m pip install --quiet --disable-pip-version-check \
+        --require-hashes --requirement ci/locks/build.txt
+}
+tools_of "${pythons[0]}" "$work/tools"
 tools=$work/tools/bin/python
-"$tools" -m pip install --quiet --disable-pip-version-check build twine 'setuptools>=77'
 
 rm -rf "$out"
-"$tools" -m build -q --sdist --outdir "$out" .
+"$tools" -m build -q --no-isolation --sdist --outdir "$out" .
 tar -xzf "$out"/graphrt-*.tar.gz -C "$work"
 source=$(echo "$work"/graphrt-*)
-(cd "$source" && GRAPHRT_NATIVE=0 "$tools" -m build -q --wheel --outdir "$work/pure" .)
+(cd "$source" && GRAPHRT_NATIVE=0 "$tools" -m build -q --no-isolation --wheel --outdir "$work/pure" .)
 for python in "${pythons[@]}"; do
-    GRAPHRT_NATIVE=1 "$python" -m pip wheel --quiet --disable-pip-version-check --no-deps \
-        --wheel-dir "$work/native" "$source"
+    rm -rf "$work/native-tools"
+    tools_of "$python" "$work/native-tools"
+    (cd "$source" && GRAPHRT_NATIVE=1 "$work/native-tools/bin/python" -m build -q --no-isolation \
+        --wheel --outdir "$work/native" .)
 done
 mv "$work"/pure/*-py3-none-any.whl "$work"/native/*.whl "$out"
-"$tools" -m twine check --strict "$out"/*
 ls -l "$out"

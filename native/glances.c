@@ -28,7 +28,7 @@ static PyObject *value_of(PyObject *holder, PyObject *key, PyObject *missing) {
     } else if (PyList_CheckExact(holder)) {
         Py_ssize_t at = PyLong_AsSsize_t(key);
         if (at == -1 && PyErr_Occurred()) return NULL;
-        if (at < PyList_GET_SIZE(holder)) value = Py_NewRef(PyList_GET_ITEM(holder, at));
+        if (at >= 0 && at < PyList_GET_SIZE(holder)) value = Py_NewRef(PyList_GET_ITEM(holder, at));
     } else if (PyCell_Check(holder)) {
         value = Py_XNewRef(PyCell_GET(holder));
     } else if (!PyType_Check(key)) {

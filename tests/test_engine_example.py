@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
 import runpy
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +20,9 @@ from examples.engine.__main__ import main
 from examples.engine.config import EngineConfig, Sampling
 from examples.engine.engine import Engine, accepted, sample
 from examples.engine.model import Decoder, DecoderConfig, load, rotations, seeded
-from examples.engine.requests import Request, Scheduler
+from examples.engine.requests import Request, RequestError, Scheduler
 from graphrt import Reason
-from graphrt.attention import GroupedShape, TritonAttention
+from graphrt.attention import GroupedShape
 
 SHAPE = DecoderConfig(num_hidden_layers=2, hidden_size=32, intermediate_size=48, head_dim=8)
 LIMITS = EngineConfig(
@@ -85,6 +88,20 @@ def test_the_engines_tokens_equal_those_of_an_eager_loop(
     if drafted:
         # The first layer is no good guess and no bad one: both ways of a proposal were taken.
         assert 0 < engine.accepted < engine.proposed
+
+
+@pytest.mark.filterwarnings("error::graphrt.errors.GraphQuarantinedWarning")
+@pytest.mark.parametrize("drafted", [0, 3])
+def test_a_prompt_alone_in_a_step_costs_the_engine_no_graph(model: Decoder, drafted: int):
+    limits = replace(LIMITS, draft_tokens=drafted)
+    draft = model.first_layers(1) if drafted else None
+    with Engine(model, limits, draft) as engine:
+        for prompts in (PROMPTS, PROMPTS[2:3], PROMPTS[:1], PROMPTS):
+            engine.generate(prompts, Sampling(8))
+        for each in (engine.model, engine.draft):
+            if each is not None:
+                trials = each.runner.report().trust.trials
+                assert {trial.status for trial in trials} <= {"tried", "untried"}
 
 
 def test_engine_prompts_run_piecewise_and_decode_steps_run_full(model: Decoder):
@@ -184,6 +201,47 @@ def test_contradictory_engine_limits_are_refused(model: Decoder):
             replace(LIMITS, **wrong)
     with pytest.raises(ValueError, match="go together"):
         Engine(model, LIMITS)
+    with pytest.raises(ValueError, match="vocabulary"):
+        Engine(model, LIMITS, seeded(replace(SHAPE, vocab_size=128)))
+
+
+@pytest.mark.parametrize("token", [256, -1, 2**70, 1.5, "a", None])
+def test_a_token_outside_of_the_vocabulary_is_refused_and_other_requests_go_on(
+    model: Decoder, token: object
+):
+    with Engine(model, LIMITS, model.first_layers(1)) as engine:
+        good = engine.submit(PROMPTS[0], Sampling(6))
+        engine.step()
+        with pytest.raises(RequestError, match="tokens are 0 to 255"):
+            engine.submit([1, token], Sampling(6))
+        with pytest.raises(RequestError, match="tokens are 0 to 255"):
+            engine.generate([PROMPTS[1], [token]])
+        assert not engine.scheduler.waiting
+        while engine.busy:
+            engine.step()
+    assert good.generated == plain_tokens(model, PROMPTS[0], Sampling(6))
+
+
+def test_a_seed_of_any_size_ends_no_step(model: Decoder):
+    sampling = Sampling(3, temperature=1.0, seed=2**70)
+    with Engine(model, replace(LIMITS, mode="NONE", draft_tokens=0)) as engine:
+        (tokens,) = engine.generate([PROMPTS[0]], sampling)
+    assert tokens == plain_tokens(model, PROMPTS[0], sampling)
+
+
+def test_the_engine_runs_without_triton():
+    code = (
+        "import sys; sys.modules['triton'] = None; import examples.engine.__main__; "
+        "from tests.test_engine_example import *; "
+        "engine = Engine(seeded(SHAPE), replace(LIMITS, mode='NONE', draft_tokens=0)); "
+        "print(engine.generate([PROMPTS[0]], Sampling(2)))"
+    )
+    environment = {**os.environ, "GRAPHRT_PLATFORM": "cpu"}
+    root = Path(__file__).parent.parent
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("[[")
 
 
 def test_the_classifier_example_replays_batches_up_to_its_largest_size(
@@ -209,6 +267,7 @@ def test_the_engines_gpu_attention_gives_eager_tokens(
     model: Decoder, monkeypatch: pytest.MonkeyPatch
 ):
     pytest.importorskip("triton", reason="the kernels are written in Triton")
+    from graphrt.attention import TritonAttention
 
     def interpreted(heads: GroupedShape) -> TritonAttention:
         return TritonAttention(

@@ -52,12 +52,15 @@ def add_plugin(site: Path, name: str, code: str) -> None:
     (info / "entry_points.txt").write_text(f"[graphrt]\nplatform = {module}\n")
 
 
-def run(code: str, *sites: Path, platform: str | None = None) -> subprocess.CompletedProcess[str]:
+def run(
+    code: str, *sites: Path, platform: str | None = None, plugins: str = "", cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
     environ = {key: value for key, value in os.environ.items() if key != "GRAPHRT_PLATFORM"}
+    environ["GRAPHRT_PLUGINS"] = plugins
     environ["PYTHONPATH"] = os.pathsep.join(map(str, (*sites, ROOT)))
     if platform is not None:
         environ["GRAPHRT_PLATFORM"] = platform
-    return starts.run("-c", textwrap.dedent(code), env=environ)
+    return starts.run("-c", textwrap.dedent(code), env=environ, cwd=cwd)
 
 
 def test_the_example_platform_is_chosen_by_the_environment_variable(installed: Path) -> None:
@@ -148,3 +151,59 @@ def test_two_available_plugin_platforms_need_a_choice_by_variable(tmp_path: Path
     assert "'beta' of vendor-b:platform" in done.stderr
     assert "GRAPHRT_PLATFORM=" in done.stderr
     assert run(code, tmp_path, platform="beta").stdout.strip() == "beta"
+
+
+CURRENT = "import graphrt; print(graphrt.current_platform().name)"
+
+
+def test_a_plugin_in_the_working_directory_is_the_default_with_a_warning(tmp_path: Path) -> None:
+    add_plugin(tmp_path, "planted", PLATFORM.format(name="planted"))
+    done = run(CURRENT, cwd=tmp_path)
+    assert done.stdout.strip() == "planted", done.stderr
+    assert done.stderr.count("PluginWarning: platform 'planted' of the installed plugin") == 1
+    assert f"planted:platform is the default here: {tmp_path}/planted.py" in done.stderr
+    for named in ({"platform": "planted"}, {"plugins": "planted"}, {"plugins": "planted:platform"}):
+        quiet = run(CURRENT, cwd=tmp_path, **named)
+        assert (quiet.stdout.strip(), quiet.stderr) == ("planted", "")
+    done = run(CURRENT, cwd=tmp_path, plugins="off")
+    assert (done.stdout.strip() != "planted", done.stderr) == (True, "")
+
+
+def test_doctor_names_the_file_of_a_plugin_and_obeys_none_of_its_text(tmp_path: Path) -> None:
+    add_plugin(tmp_path, "planted", PLATFORM.format(name="planted"))
+    evil = "raise RuntimeError('\\x1b[2J [bold red]markup[/bold red]')"
+    add_plugin(tmp_path, "broken-plugin", evil)
+    call = "import sys; from graphrt.cli.app import main; sys.argv[1:] = {}; main()"
+    for options in (["doctor", "--no-try"], ["doctor", "--no-try", "--json"]):
+        done = run(call.format(options), tmp_path)
+        assert done.returncode == 0, done.stderr
+        shown = "".join(done.stdout.split())
+        assert f"{tmp_path}/planted.py" in shown and f"{tmp_path}/broken_plugin.py" in shown
+        assert "\x1b[2J" not in done.stdout + done.stderr
+        assert "[boldred]markup[/boldred]" in shown
+
+
+@pytest.mark.parametrize(
+    ("code", "ends"),
+    [
+        ("import time; time.sleep(600)", "hangs"),
+        ("raise KeyboardInterrupt", "KeyboardInterrupt"),
+        ("import os; os._exit(7)", "exits"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "is killed"),
+    ],
+    ids=lambda value: value.split()[-1],
+)
+def test_a_plugin_that_hangs_or_ends_the_process_can_be_switched_off(
+    code: str, ends: str, tmp_path: Path
+) -> None:
+    add_plugin(tmp_path, "bad-plugin", code)
+    add_plugin(tmp_path, "good-plugin", PLATFORM.format(name="good"))
+    if ends != "hangs":
+        done = run(CURRENT, tmp_path)
+        assert done.returncode != 0
+        named = "interrupted at the import of plugin bad-plugin:platform; GRAPHRT_PLUGINS=off"
+        assert (named in done.stderr) == (ends == "KeyboardInterrupt")
+    done = run(CURRENT, tmp_path, plugins="off")
+    assert done.returncode == 0 and done.stdout.strip() not in ("", "good"), done.stderr
+    done = run(CURRENT, tmp_path, plugins="good-plugin")
+    assert (done.stdout.strip(), done.stderr) == ("good", "")

@@ -9,6 +9,7 @@ they are captured in pieces, around attention.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 from types import TracebackType
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from examples.engine.config import EngineConfig, Sampling
 from examples.engine.model import Decoder
 from examples.engine.paged import PagedModel
-from examples.engine.requests import Chunk, Request, Scheduler
+from examples.engine.requests import Chunk, Request, RequestError, Scheduler
 from graphrt import GraphPool
 
 
@@ -29,6 +30,8 @@ class Engine:
         self.config = config = config or EngineConfig()
         if (draft is None) != (config.draft_tokens == 0):
             raise ValueError("a draft model and draft_tokens go together")
+        if draft is not None and draft.config.vocab_size != model.config.vocab_size:
+            raise ValueError("a draft model has the vocabulary of the model")
         # Draft and model never run at the same time, so their graphs share one pool of memory: of
         # the current platform, unless the model was left on the CPU of a machine with a device.
         self.pool = GraphPool("cpu" if model.lm_head.weight.device.type == "cpu" else None)
@@ -59,24 +62,36 @@ class Engine:
         return bool(self.scheduler.waiting or self.scheduler.running)
 
     def submit(self, prompt: Sequence[int], sampling: Sampling | None = None) -> Request:
-        """Queue a request, which may be done between any two steps."""
-        sampling = sampling or Sampling()
-        if not prompt or sampling.max_tokens < 1:
-            raise ValueError("a request has a prompt, and asks for a token at least")
-        if len(prompt) + sampling.max_tokens > self.config.max_len:
-            raise ValueError(f"prompt and max_tokens exceed max_len, {self.config.max_len}")
-        request = Request(list(prompt), len(prompt), sampling)
+        """Queue a request, which may be done between any two steps. Raises `RequestError`."""
+        request = self._request(prompt, sampling or Sampling())
         self.scheduler.waiting.append(request)
         return request
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling | None = None
     ) -> list[list[int]]:
-        """Run all prompts to their end: the generated tokens of each."""
-        requests = [self.submit(prompt, sampling) for prompt in prompts]
+        """Run all prompts to their end: the generated tokens of each. Raises `RequestError` before
+        any of them is queued."""
+        requests = [self._request(prompt, sampling or Sampling()) for prompt in prompts]
+        self.scheduler.waiting += requests
         while self.busy:
             self.step()
         return [request.generated for request in requests]
+
+    def _request(self, prompt: Sequence[int], sampling: Sampling) -> Request:
+        """A request that can be served to its end: an error in a step would end all of them."""
+        vocab, limit = self.model.model.config.vocab_size, self.config.max_len
+        if not prompt or sampling.max_tokens < 1:
+            raise RequestError("a request has a prompt, and asks for a token at least")
+        if len(prompt) + sampling.max_tokens > limit:
+            raise RequestError(f"prompt and max_tokens exceed max_len, {limit}")
+        for token in prompt:
+            if not isinstance(token, Integral) or not 0 <= token < vocab:
+                raise RequestError(
+                    f"a prompt has token {token!r}, and tokens are 0 to {vocab - 1}: encode it "
+                    "with the tokenizer of this model"
+                )
+        return Request(list(prompt), len(prompt), sampling)
 
     @torch.no_grad()
     def step(self) -> None:
@@ -159,7 +174,8 @@ def sample(logits: Tensor, owners: Sequence[tuple[Request, int]]) -> list[int]:
     """
     for row, (request, position) in enumerate(owners):
         if request.sampling.temperature > 0:
-            generator = torch.Generator().manual_seed(request.sampling.seed * 1_000_003 + position)
+            seed = (request.sampling.seed * 1_000_003 + position) % 2**63
+            generator = torch.Generator().manual_seed(seed)
             noise = torch.rand(logits.shape[1], generator=generator).log().neg().log().neg()
             logits[row] = logits[row] / request.sampling.temperature + noise.to(logits.device)
     tokens: list[int] = logits.argmax(-1).tolist()

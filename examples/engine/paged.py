@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -20,7 +21,6 @@ from graphrt.attention import (
     AttentionBackend,
     GroupedShape,
     SdpaAttention,
-    TritonAttention,
     bind_all,
     supports_of,
 )
@@ -41,7 +41,9 @@ class PagedModel:
         )
         # A backend belongs to one runner: it keeps buffers of the step under way.
         self.attention: AttentionBackend = SdpaAttention(heads)
-        if weights.is_cuda:
+        if weights.is_cuda and find_spec("triton"):
+            from graphrt.attention import TritonAttention
+
             self.attention = TritonAttention(
                 heads,
                 max_num_reqs=config.max_num_reqs,

@@ -43,6 +43,10 @@ class Request:
         return ended or len(self.tokens) - self.prompt_len == self.sampling.max_tokens
 
 
+class RequestError(ValueError):
+    """This request cannot be served. Nothing is queued, and other requests go on."""
+
+
 class Chunk(NamedTuple):
     """Tokens of one request in one step. `ids` go to the positions from `start` on."""
 

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 
 from graphrt.attention.shapes import AttentionShape, check_tensors
 from graphrt.core.base.errors import InvalidInputError
-from graphrt.core.batch.context import ForwardContext, current_context
+from graphrt.core.batch.context import current_context
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import AttentionSupport
 from graphrt.core.capture.guard import eager_break
 from graphrt.core.runner.host import Bind, Phase
+
+
+class _Serial:
+    """Unique to one step of attention."""
+
+    __slots__ = ("__weakref__",)
 
 
 @dataclass(frozen=True)
@@ -29,7 +37,7 @@ class AttentionStep:
     request, or None where they differ: request r has the tokens `query_start_loc[r]` to
     `query_start_loc[r + 1]` ([reqs + 1] int32). `max_context` is an upper bound of `context_lens`
     that is known on the host, and `prepared` has the backend's own data for the step.
-    `serial` is unique to a call of `begin`.
+    `serial` is unique to a call of `begin`: a replay has the one of the capture.
     """
 
     block_table: torch.Tensor
@@ -38,7 +46,27 @@ class AttentionStep:
     query_start_loc: torch.Tensor | None
     max_context: int
     prepared: Any = None
-    serial: Any = None
+    serial: Any = field(default_factory=_Serial)
+
+
+_begun: weakref.WeakKeyDictionary[object, tuple[object, AttentionStep]] = (
+    weakref.WeakKeyDictionary()
+)
+"""Owner -> the token of a step, and the attention begun in it. As an attribute of a backend it
+would be state of the model that changes with the live batch, and trials would refuse the model."""
+
+
+def once_a_step(owner: object, begin: Callable[[], AttentionStep]) -> AttentionStep:
+    """What `begin` returned at the first call for `owner` in this step. Outside of a step it is
+    called every time."""
+    context = current_context()
+    if context is None or context.token is None:
+        return begin()
+    # Read once: another thread may replace it in between.
+    last = _begun.get(owner)
+    if last is None or last[0] is not context.token:
+        _begun[owner] = last = context.token, begin()
+    return last[1]
 
 
 class AttentionBackend(abc.ABC):
@@ -53,8 +81,6 @@ class AttentionBackend(abc.ABC):
 
     def __init__(self, shape: AttentionShape) -> None:
         self.shape = shape
-        # (token of the context, serial of the mixed step) and the decode step begun in its place.
-        self._decode_step: tuple[object, AttentionStep] | None = None
 
     @abc.abstractmethod
     def get_cudagraph_support(self) -> AttentionSupport:
@@ -80,20 +106,13 @@ class AttentionBackend(abc.ABC):
     ) -> AttentionStep:
         """Start a step, inside of the forward: all arguments as in `AttentionStep`.
 
-        By default `query_len` is that of the context (its descriptor, or the live batch), and
-        `max_context` the first of the descriptor's `bounds`, but no more than the block table
-        holds. Raises `InvalidInputError`.
+        By default `query_len` is that of the context's descriptor, and `max_context` the first of
+        its `bounds`, but no more than the block table holds. Raises `InvalidInputError`.
         """
         context = current_context()
         descriptor = None if context is None else context.descriptor
         if query_len is None and descriptor is not None and descriptor.uniform:
             query_len = descriptor.query_len
-        if query_len is None and context is not None:
-            query_len = self._live_query_len(context, len(context_lens))
-            if query_len is not None and descriptor is not None:
-                # A graph of mixed batches may have more requests than tokens / query_len.
-                reqs = min(len(context_lens), descriptor.num_tokens // query_len)
-                block_table, context_lens = block_table[:reqs], context_lens[:reqs]
         if query_len is None and query_start_loc is None:
             raise InvalidInputError(
                 "a step of attention needs to know which tokens belong to which request",
@@ -110,7 +129,6 @@ class AttentionBackend(abc.ABC):
             query_len,
             query_start_loc,
             limit if max_context is None else max(1, min(max_context, limit)),
-            serial=object(),
         )
 
     def attend(
@@ -136,21 +154,23 @@ class AttentionBackend(abc.ABC):
 
     def live_step(self, step: AttentionStep) -> AttentionStep:
         """The step for an eager part: `step`; but a decode step, begun once for all layers, if
-        `step` was captured for mixed batches and the live batch is uniform."""
-        context = current_context()
-        if step.query_len is not None or context is None or context.token is None:
-            return step
-        if self._live_query_len(context, len(step.context_lens)) is None:
-            return step
-        key = context.token, step.serial
-        if self._decode_step is None or self._decode_step[0] != key:
-            begun = self.begin(step.block_table, step.context_lens, max_context=step.max_context)
-            self._decode_step = key, begun
-        return self._decode_step[1]
+        `step` is of a graph for mixed batches and the live batch is uniform.
 
-    def _live_query_len(self, context: ForwardContext, reqs: int) -> int | None:
-        query_len = context.query_len
-        return query_len if query_len is not None and self.decodes(query_len, reqs) else None
+        Only here the live batch counts: an eager run must issue the operators of the graph.
+        """
+        context = current_context()
+        query_len = None if context is None else context.query_len
+        if step.query_len is not None or query_len is None or context is None:
+            return step
+        reqs = len(step.context_lens)
+        if not self.decodes(query_len, reqs):
+            return step
+        if context.descriptor is not None:
+            # A graph of mixed batches may have more requests than tokens / query_len.
+            reqs = min(reqs, context.descriptor.num_tokens // query_len)
+        tables = step.block_table[:reqs], step.context_lens[:reqs]
+        begin = partial(self.begin, *tables, query_len=query_len, max_context=step.max_context)
+        return once_a_step(step.serial, begin)
 
     @abc.abstractmethod
     def run(

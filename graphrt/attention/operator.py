@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from graphrt.attention.backend import AttentionBackend, AttentionStep
+from graphrt.attention.backend import AttentionBackend, AttentionStep, once_a_step
 from graphrt.core.base.errors import InvalidInputError, InvalidOptionError
 from graphrt.core.base.option_values import shown
-from graphrt.core.batch.context import current_context
 from graphrt.core.capture.guard import operator_break
 
 _LIBRARY: Any = torch.library.Library("graphrt", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -23,12 +22,6 @@ _LIBRARY.define(
 )
 
 _by_name: weakref.WeakValueDictionary[str, OpaqueAttention] = weakref.WeakValueDictionary()
-
-# Token of the last context, and the step that was begun in it. As an attribute it would count as
-# state that the model's calls change, and trials would refuse the model.
-_begun: weakref.WeakKeyDictionary[OpaqueAttention, tuple[object, AttentionStep]] = (
-    weakref.WeakKeyDictionary()
-)
 
 # Marks the name of a copy. The operator raises for it; a compiler could not trace a `raise` here.
 _COPY = "\0copy"
@@ -97,16 +90,13 @@ class OpaqueAttention:
         query_start_loc: torch.Tensor | None,
     ) -> AttentionStep:
         """The step that is under way, begun once for all layers."""
-        context = current_context()
-        token = None if context is None else context.token
-        # Read once: another thread may replace it in between.
-        last = _begun.get(self)
-        if last is not None and token is not None and last[0] is token:
-            return last[1]
-        begun = self.backend.begin(block_table, context_lens, query_start_loc=query_start_loc)
-        if token is not None:
-            _begun[self] = token, begun
-        return begun
+        backend = self.backend
+
+        def begin() -> AttentionStep:
+            begun = backend.begin(block_table, context_lens, query_start_loc=query_start_loc)
+            return backend.live_step(begun)
+
+        return once_a_step(self, begin)
 
 
 @operator_break

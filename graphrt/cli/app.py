@@ -132,6 +132,7 @@ def report(
     html: Annotated[Path | None, typer.Option(help="Write a page to this file.")] = None,
 ) -> None:
     """Show saved reports, or make a page of them; two of them are compared."""
+    from graphrt.core.base.texts import printable
     from graphrt.observe.files import runs_of
     from graphrt.observe.memory import taken_and_predicted
     from graphrt.observe.pages.whole import write_page
@@ -139,7 +140,7 @@ def report(
 
     if html is not None:
         write_page(html, *files)
-        print(f"Wrote {html}")
+        print(f"Wrote {printable(str(html))}")
         return
     texts = []
     for run in (run for file in files for run in runs_of(file)):

@@ -24,7 +24,7 @@ import graphrt
 from graphrt.cli.variables import variables_set
 from graphrt.core.base._native_door import native_state
 from graphrt.core.base.errors import GraphRTError
-from graphrt.core.base.texts import seconds_text
+from graphrt.core.base.texts import printable_data, seconds_text
 from graphrt.core.device.registry import (
     FoundPlatform,
     current_platform,
@@ -45,7 +45,8 @@ def print_doctor(*, as_json: bool, tries: bool = True, console: Console | None =
     if as_json:
         print(json.dumps(report, indent=2))
     else:
-        _show(report, console or Console())
+        # Names and errors are a plugin's: a terminal must not obey them.
+        _show(printable_data(report), console or Console())
     broken = any(each["tried"] and each["tried"]["error"] for each in report["platforms"])
     return 1 if broken or not report["current"]["platform"] else 0
 
@@ -90,6 +91,7 @@ def _platform(entry: FoundPlatform, *, tries: bool) -> dict[str, Any]:
     return {
         "name": entry.name,
         "plugin": entry.plugin,
+        "file": entry.file,
         "available": entry.availability.available,
         "reason": entry.availability.reason,
         "error": entry.error,
@@ -207,7 +209,7 @@ def _show(report: dict[str, Any], console: Console) -> None:
     versions.add_column("package")
     versions.add_column("version")
     for name, version in report["versions"].items():
-        versions.add_row(name, version or Text("not installed", style="dim"))
+        versions.add_row(name, Text(version) if version else Text("not installed", style="dim"))
     console.print(versions)
     table = Table(title="Platforms", title_justify="left")
     for column in ("platform", "plugin", "available", "devices"):
@@ -221,8 +223,11 @@ def _show(report: dict[str, Any], console: Console) -> None:
         )
         driver = f", driver {entry['driver']}" if entry["driver"] else ""
         devices = f"{', '.join(dict.fromkeys(entry['devices']))}{driver}"
-        table.add_row(entry["name"] or "?", entry["plugin"], state, devices)
+        table.add_row(Text(entry["name"] or "?"), Text(entry["plugin"]), state, Text(devices))
     console.print(table)
+    files = {entry["plugin"]: entry["file"] for entry in report["platforms"] if entry["file"]}
+    for plugin, file in files.items():
+        console.print(Text(f"Plugin {plugin} is {file}"))
     for entry in report["platforms"]:
         if entry["tried"] is not None:
             console.print(_tried_text(entry["name"], entry["tried"]))

@@ -18,7 +18,9 @@ from graphrt.core.base.option_values import shown
 from graphrt.core.inputs.spec import InputSpec
 from graphrt.observe.explaining import explain
 
-_INPUT = re.compile(r"(\w+)=(\w+)\[([\w+, ]+)\]")
+_INPUT = re.compile(r"(\w+)=(\w+)\[([\w+, ]+)\]", re.ASCII)
+# More digits, which Python may not read, are left to `InputSpec`, which refuses them.
+_NUMBER = re.compile(r"\d{1,18}", re.ASCII)
 
 
 def print_explanation(
@@ -90,4 +92,4 @@ def _input(text: str) -> tuple[str, InputSpec]:
             advice="--input x=float32[tokens,16]",
         )
     axes = [axis.strip() for axis in written[3].split(",")]
-    return written[1], InputSpec(dtype, tuple(int(a) if a.isdigit() else a for a in axes))
+    return written[1], InputSpec(dtype, tuple(int(a) if _NUMBER.fullmatch(a) else a for a in axes))

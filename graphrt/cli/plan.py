@@ -11,6 +11,7 @@ from graphrt.cli.attention import find_level
 from graphrt.cli.budget import ASCEND, BudgetRequest, budget_of
 from graphrt.core.base.errors import InvalidOptionError
 from graphrt.core.base.option_values import shown
+from graphrt.core.base.texts import printable
 from graphrt.core.batch.modes import AttentionSupport
 from graphrt.core.device.platform import Platform
 from graphrt.core.device.registry import get_platform, resolve_platform
@@ -51,7 +52,7 @@ def print_plan(request: PlanRequest, *, as_json: bool) -> None:
         note = "streams are not counted; say how many layers the model has: --layers 32"
         print(f"Note: {note}")
     if request.save is not None:
-        print(f"Saved to {request.save}")
+        print(f"Saved to {printable(str(request.save))}")
 
 
 def parse_attention(texts: tuple[str, ...]) -> dict[str, AttentionSupport]:

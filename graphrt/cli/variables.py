@@ -19,6 +19,7 @@ VARIABLES = {
     "GRAPHRT_MODE": "NONE turns all graphs off",
     "GRAPHRT_NATIVE": "0 leaves the step in C out",
     "GRAPHRT_PLATFORM": "the current platform",
+    "GRAPHRT_PLUGINS": "the installed plugins that may be imported, by name; off: none",
     "GRAPHRT_VLLM": "1 lets graphrt capture vLLM's graphs",
     "GRAPHRT_VLLM_REPORT": "a file for the report of each process of vLLM",
     "GRAPHRT_VLLM_ASCEND": "1 lets graphrt capture vllm-ascend's graphs",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from types import CodeType
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import nn
 
 from graphrt.compile.errors import CompileSealedError, RetraceError, TraceError
 from graphrt.compile.options import CompileOptions
-from graphrt.compile.pieces.assembly import Built, build
+from graphrt.compile.pieces.assembly import Built, accept_state, build
 from graphrt.compile.pieces.by_size import check_one_size, check_sizes, sizes_to_compile
 from graphrt.compile.pieces.figures import Figures
 from graphrt.compile.pieces.partition import partitions
@@ -36,6 +37,7 @@ from graphrt.core.base.option_values import (
     items_of,
     shown,
 )
+from graphrt.core.base.thread_mode import outside_modes
 from graphrt.core.batch.context import ForwardContext, current_context
 from graphrt.core.batch.modes import GraphMode, PieceProvider
 from graphrt.core.capture.guard import check_traced
@@ -44,6 +46,10 @@ from graphrt.core.capture.wrapper import GraphWrapper
 from graphrt.core.replay.entry import SegmentHooks
 from graphrt.core.replay.pool import GraphPool
 from graphrt.core.replay.recording import current_capture, warming_up
+
+_MOST_RETRACES = 8
+"""So many changes of a sealed module are traced, each a second or more for a large model. After
+others it runs uncompiled."""
 
 
 @public("graphrt.compile")
@@ -54,7 +60,9 @@ class CompiledModule:
        if an axis has size 0 or 1, for which the first code may be wrong.
     2. A call that replays no graph checks its arguments and the module, and raises `RetraceError`
        if they are not as in the trace.
-    3. After `seal` nothing is compiled, and changes are found by `weights_changed` alone.
+    3. After `seal` nothing is compiled. In a step of a runner whose module has changed the module
+       runs uncompiled, with one warning in the log. A trial first traces it once more: if the code
+       is the same, it serves on.
 
     Calls run without gradients. Attributes that it lacks are the module's.
     """
@@ -108,8 +116,6 @@ class CompiledModule:
         # The first call, its tensors without memory: `weights_changed` checks the state with it.
         self._example: inspect.BoundArguments | None = None
         self._sealed = False
-        # Whether the last `weights_changed` raised: then calls check the state though sealed.
-        self._change_unchecked = False
         # The sizes of `compile_sizes`, as numbers, that have code of their own.
         self._static_sizes: tuple[int, ...] = ()
         self._argument_addresses = ArgumentAddresses()
@@ -117,6 +123,8 @@ class CompiledModule:
         self._weights_held: list[Holding] = []
         # Errors that were logged, for which the module ran uncompiled.
         self._warned: set[str] = set()
+        # Changes for which a trial has traced the module once more: small axes, the error's text.
+        self._retraced_for: set[tuple[SmallAxes, str]] = set()
         # Set by `unseal`: the next call looks the weights up again.
         self._weights_may_move = False
 
@@ -259,18 +267,16 @@ class CompiledModule:
 
         Replaced weights, buffers and submodules are taken over. Raises `RetraceError` for changes
         that the code has baked in: attributes, hooks, `train()`, globals, closures, tied weights.
-        After it each eager call checks for them; calls that replay a graph do not.
+        Each call that replays no graph finds them too.
         """
         example = self._example
         if example is None:
             return
-        self._change_unchecked = True
         with torch.no_grad():
             self._follow_weights()
             for built in self._all_built():
                 built.stitched.check_weights()
                 built.outside.check_state(example.arguments, example.args, example.kwargs)
-        self._change_unchecked = False
 
     def use_capture_sizes(self, sizes: Collection[int]) -> None:
         """Add sizes that batches are padded to; raises `CompileSizeError` for a compile size that
@@ -309,8 +315,7 @@ class CompiledModule:
     def seal(self) -> None:
         """Compile nothing any more; capture nothing any more in the pieces.
 
-        Raises `RetraceError` if the module has changed since it was compiled; from here on only
-        `weights_changed` looks.
+        Raises `RetraceError` if the module has changed since it was compiled.
         """
         self.weights_changed()
         self._sealed = True
@@ -364,11 +369,32 @@ class CompiledModule:
             built.checker.check(arguments)
         built.outside.check_settings()
         built.stitched.check_weights()
-        if not self._sealed or self._change_unchecked:
+        try:
             built.outside.check_state(bound.arguments, args, kwargs)
+        except RetraceError as error:
+            if not self._is_traced_alike(built, small, bound, error):
+                raise
         if self.options.backend != "eager" and built.overlaps.matter:
             built.overlaps.check(arguments, self._subject.weights())
         return built
+
+    def _is_traced_alike(
+        self, built: Built, small: SmallAxes, bound: inspect.BoundArguments, error: RetraceError
+    ) -> bool:
+        """Whether the code of `built` is right though the module has changed, by a trace of it as
+        it is now. Only a trial asks, once for each change: no other step waits for a trace.
+
+        Uncompiled, the results differ by rounding: the trial would take a change that makes no
+        difference for one that does.
+        """
+        change = small, str(error)
+        if not (self._sealed and warming_up.get()) or change in self._retraced_for:
+            return False
+        if len(self._retraced_for) == _MOST_RETRACES:
+            return False
+        self._retraced_for.add(change)
+        subject = self._subject.at(small)
+        return outside_modes(partial(accept_state, built, subject, bound, self.options))
 
     def _all_built(self) -> list[Built]:
         return [] if self._built is None else [self._built, *self._small.values()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -22,6 +23,7 @@ from graphrt.core.base.torch_names import dispatch_modes
 from graphrt.core.capture.refusals import Refusal, user_source
 from graphrt.cpu.arena import Arena
 from graphrt.cpu.private_torch import (
+    compiles_higher_order,
     count_function_modes,
     hook_compiled_calls,
     hook_compiled_code,
@@ -305,7 +307,8 @@ def _refuse_inductor_code() -> None:
 def _with_refusal(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def callback_from_stance(callback: Any) -> Any:
         effective, tape = original(callback), _recording_tape()
-        if tape is None or effective is None:
+        # Of what torch compiles for a higher-order operator, the tape gets that operator.
+        if tape is None or effective is None or compiles_higher_order(sys._getframe(1)):
             return effective
         # Raised here it would skip the rest of Dynamo's own clean-up.
         tape.failure = _COMPILED(op="torch.compile", source=user_source())

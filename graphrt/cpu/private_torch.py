@@ -10,13 +10,14 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
 
 from graphrt.core.base.errors import MissingTorchNameError
 from graphrt.core.base.private_torch import PrivateNames
-from graphrt.core.base.torch_names import has_kernel
+from graphrt.core.base.torch_names import has_kernel, key_named
 
 NAMES = PrivateNames()
 
@@ -72,6 +73,13 @@ def is_composite(overload: Any) -> bool:
     Python are for tracing, and do not compute the same bits."""
     name = overload.name()
     return has_kernel(name, "CompositeImplicitAutograd") and not has_kernel(name, "CPU")
+
+
+def dense_kernel(higher_order: Any) -> Callable[..., Any] | None:
+    """The Python function of a higher-order operator that calls other operators; None if it has
+    none."""
+    kernels: dict[Any, Callable[..., Any]] = higher_order.py_kernels
+    return kernels.get(key_named("CompositeExplicitAutograd"))
 
 
 _SLOW = "some operators are replayed by slower calls"
@@ -205,6 +213,17 @@ def _preceded(original: Callable[..., Any], before: Callable[[], None]) -> Calla
         return original(*args, **kwargs)
 
     return call
+
+
+_COMPILING = ("torch._higher_order_ops.", "torch.nn.attention.flex_attention")
+
+
+def compiles_higher_order(frame: FrameType | None) -> bool:
+    """Whether torch itself compiles, in the call of Dynamo at `frame`: it does so for a
+    higher-order operator that is called eagerly, such as `torch.cond`."""
+    while frame is not None and frame.f_globals.get("__name__") == _DYNAMO:
+        frame = frame.f_back
+    return frame is not None and str(frame.f_globals.get("__name__")).startswith(_COMPILING)
 
 
 def hook_compiled_calls(

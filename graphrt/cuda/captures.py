@@ -11,10 +11,11 @@ from weakref import WeakKeyDictionary
 import torch
 
 from graphrt.core.base._undo import Undo, undoing
-from graphrt.core.base.errors import CaptureError
 from graphrt.core.base.thread_mode import unseen
 from graphrt.core.device.captures import Captures, OpenCapture, nested_capture
+from graphrt.core.device.contract import EndedCaptureError
 from graphrt.core.device.pool_memory import captured_pool
+from graphrt.core.replay.recording import drawn_from
 from graphrt.cuda.driver.api import (
     capture_is_invalidated,
     captured_nodes,
@@ -59,7 +60,7 @@ class CudaCaptures(Captures[GraphMemory]):
         _check_room()
         # "global" would fail this capture for an unsafe call of any other thread. Under a dispatch
         # mode torch would make Python tensors of the generator's seed and offset.
-        unseen(partial(graph.capture_begin, opened.handle, capture_error_mode="thread_local"))
+        unseen(partial(_begin, graph, opened.handle))
         opened.memory.add(graph)
         opened.memory.capturing_on(opened.stream)
         self._homes[graph] = opened.memory
@@ -71,10 +72,7 @@ class CudaCaptures(Captures[GraphMemory]):
         # capture_end() of an invalidated capture leaves the allocator in a state that depends on
         # the version of torch; abort() leaves a clean one.
         if capture_is_invalidated(stream):
-            raise CaptureError(
-                "an error that the forward caught, or did not notice, had ended the capture",
-                advice="do not catch errors of device work inside the captured forward",
-            )
+            raise EndedCaptureError.of("an invalidated capture at its end")
         self._forks.check_joined(stream, waits)
         if captured_nodes(stream) != 0:
             graph.capture_end()
@@ -104,6 +102,13 @@ class CudaCaptures(Captures[GraphMemory]):
         graph.reset()
         if not clean:
             opened.memory.abandon(graph)
+
+
+def _begin(graph: Any, handle: Any) -> None:
+    for generator in drawn_from.get():
+        if generator.device.type == "cuda":
+            graph.register_generator_state(generator)
+    graph.capture_begin(handle, capture_error_mode="thread_local")
 
 
 def _check_room() -> None:

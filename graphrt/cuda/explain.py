@@ -10,8 +10,13 @@ from graphrt.core.base.errors import (
     RefusedOpError,
     ResourceExhaustedError,
 )
-from graphrt.core.device.contract import Unexplained, error_chain
+from graphrt.core.device.contract import EndedCaptureError, Unexplained, error_chain
 
+_OWN_GENERATOR = "the forward draws from a random generator that no watched warm-up was given"
+_REGISTERED = (
+    "draw from the default generator, or draw before the step and pass the numbers as an input; a "
+    'GraphRunner at check="capture" registers the generators of its forward'
+)
 _KEEP_OUT = (
     "keep .item(), .cpu(), .tolist(), nonzero and boolean masks out of the captured forward, "
     f"or {IN_PIECES}"
@@ -94,6 +99,18 @@ _CAUSES: tuple[tuple[str, type[CaptureError], str, str], ...] = (
         "use the default generator, or register yours with the graph",
     ),
     (
+        "generator is not registered",
+        CaptureError,
+        _OWN_GENERATOR,
+        _REGISTERED,
+    ),
+    (
+        "generator not in capture mode",
+        CaptureError,
+        _OWN_GENERATOR,
+        _REGISTERED,
+    ),
+    (
         "cusolver error",
         RefusedOpError,
         "a routine of cuSOLVER was captured that cannot be: it waits for the device or allocates",
@@ -104,12 +121,6 @@ _CAUSES: tuple[tuple[str, type[CaptureError], str, str], ...] = (
         RefusedOpError,
         "a routine of cuSPARSE was captured that cannot be",
         f"take it out of the forward, or {IN_PIECES}",
-    ),
-    (
-        "previous error during capture",
-        CaptureError,
-        "an earlier error, which the forward caught, had ended the capture",
-        _RERUN,
     ),
 )
 
@@ -122,6 +133,9 @@ def explain(error: BaseException) -> CaptureError:
         for message in messages:
             if pattern in message.lower():
                 return kind(what, got=message.splitlines()[0], advice=advice)
+    for message in messages:
+        if "previous error during capture" in message.lower():
+            return EndedCaptureError.of(message.splitlines()[0])
     if any(name in message.lower() for message in messages for name in _LIBRARIES):
         return CaptureError(f"capture failed: {messages[0]}", advice=_RERUN)
     return Unexplained.of(error)

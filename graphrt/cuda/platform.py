@@ -154,6 +154,16 @@ class CudaPlatform(Platform):
         reserved = memory_stats(torch.cuda.current_device())["reserved_bytes"]["all"]
         return total - free - int(reserved["current"])
 
+    def make_room(self) -> None:
+        stats = memory_stats(current_device())
+        reserved = int(stats["reserved_bytes"]["all"]["current"])
+        unused = reserved - int(stats["allocated_bytes"]["all"]["current"])
+        free, total = torch.cuda.mem_get_info()
+        # A host may allow this process a part of the device only.
+        allowed = int(total * torch.cuda.get_per_process_memory_fraction()) - reserved
+        if unused > min(free, allowed):
+            empty_cache()
+
     def release_memory(self, memory: GraphMemory) -> None:
         memory.clear()
         empty_cache()

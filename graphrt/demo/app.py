@@ -16,6 +16,7 @@ from rich.text import Text
 
 from graphrt import BatchDescriptor, GraphMode, GraphOptions, get_platform
 from graphrt.core.base.errors import InvalidInputError
+from graphrt.core.base.texts import printable
 from graphrt.core.plan.plan import PlanArguments
 from graphrt.demo.checkpoint import load_checkpoint, seeded_checkpoint
 from graphrt.demo.engine import EngineLimits, StepRecord
@@ -64,7 +65,8 @@ def run_demo(
         runs["eager, not padded"] = run_prompts(unpadded, options)
     first, *others = runs.values()
     for text, generated in zip(texts, first.generated, strict=True):
-        console.print(Text.assemble((text, "dim"), " → ", (tokenizer.decode(generated), "green")))
+        answer = printable(tokenizer.decode(generated))
+        console.print(Text.assemble((printable(text), "dim"), " → ", (answer, "green")))
     console.print(_step_table(first), _speed_table(runs))
     return 0 if not others or _print_verdict(compare(first, others[0]), console) else 1
 

@@ -12,7 +12,9 @@ from typing import Any
 from graphrt.core.base.errors import InvalidOptionError
 from graphrt.core.base.files import read_bounded
 from graphrt.core.base.option_values import shown
+from graphrt.core.base.texts import printable
 from graphrt.core.runner.report import FORMAT, RunnerReport
+from graphrt.observe import figures
 
 MOST_BYTES = 1 << 30
 """The largest file that is read: a trace of 100,000 steps has 30 MiB."""
@@ -40,36 +42,58 @@ def runs_of(
     each runner is one. Files are labelled by their names. Raises `InvalidOptionError`."""
     if isinstance(source, RunnerReport):
         return [Run(label, source.to_dict())]
-    if isinstance(source, Mapping):
-        return [Run(label, _checked(source, "the data"))]
-    path = Path(source)
     try:
+        if isinstance(source, Mapping):
+            return [Run(label, _checked(source, "the data"))]
+        path = Path(source)
         data = json.loads(read_bounded(path, MOST_BYTES))
-    except OSError as error:
-        raise _no_report(path, error.strerror or str(error)) from error
-    except (ValueError, RecursionError) as error:
-        raise _no_report(path, str(error)) from error
-    if not isinstance(data, dict):
-        raise _no_report(path, f"a {type(data).__name__}")
-    if "traceEvents" not in data:
-        return [Run(path.stem, _checked(data, str(path)))]
-    metadata = data.get("otherData")
-    reports = metadata.get("graphrt_reports") if isinstance(metadata, dict) else None
-    if not reports:
-        raise _no_report(path, "a trace of something else")
-    events = data["traceEvents"]
-    return [
-        Run(
-            path.stem if len(reports) == 1 else f"{path.stem}, runner {pid}",
-            _checked(figures, str(path)),
-            tuple(event for event in events if event.get("pid") == pid),
-        )
-        for pid, figures in enumerate(reports, 1)
-    ]
+        if not isinstance(data, dict):
+            raise ValueError(f"a {type(data).__name__}")
+        name = printable(path.stem, kept="")
+        if "traceEvents" not in data:
+            return [Run(name, _checked(data, str(path)))]
+        metadata = data.get("otherData")
+        reports = metadata.get("graphrt_reports") if isinstance(metadata, dict) else None
+        if not isinstance(reports, list) or not reports:
+            raise ValueError("a trace of something else")
+        events = _events(data["traceEvents"])
+        return [
+            Run(
+                name if len(reports) == 1 else f"{name}, runner {pid}",
+                _checked(each, str(path)),
+                tuple(event for event in events if event["pid"] == pid),
+            )
+            for pid, each in enumerate(reports, 1)
+        ]
+    except InvalidOptionError:
+        raise  # another version of the format
+    except (OSError, TypeError, ValueError, RecursionError) as error:
+        why = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise InvalidOptionError(
+            "the report cannot be read",
+            got=f"{shown(source if isinstance(source, Mapping) else str(source))} ({why})"[:500],
+            expected="a file of report().save(path) or graphrt.observe.trace(path, runner)",
+            advice="check the path",
+        ) from error
 
 
-def _checked(data: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    version = data.get("graphrt_report")
+def _events(data: Any) -> list[Mapping[str, Any]]:
+    """The slices of a trace, and the names of its tracks."""
+    if not isinstance(data, list):
+        raise ValueError("a trace without a list of events")
+    events = []
+    for event in data:
+        is_object = isinstance(event, dict)
+        if is_object and event.get("ph") == "X":
+            events.append(figures.slice_event(event, "a slice"))
+        elif is_object and event.get("name") == "thread_name":
+            events.append(figures.track_event(event, "a track"))
+    return events
+
+
+def _checked(data: Any, where: str) -> Mapping[str, Any]:
+    """A report of this version, as `graphrt.observe.figures` reads it."""
+    version = data.get("graphrt_report") if isinstance(data, Mapping) else None
     if version != FORMAT:
         raise InvalidOptionError(
             "the report cannot be read",
@@ -77,13 +101,4 @@ def _checked(data: Mapping[str, Any], where: str) -> Mapping[str, Any]:
             expected=f"format {FORMAT}",
             advice="save it by runner.report().save(path) of this version of graphrt",
         )
-    return data
-
-
-def _no_report(path: Path, why: str) -> InvalidOptionError:
-    return InvalidOptionError(
-        "the report cannot be read",
-        got=f"{str(path)[:200]!r} ({why})",
-        expected="a file of report().save(path) or graphrt.observe.trace(path, runner)",
-        advice="check the path",
-    )
+    return figures.report(data, "")  # type: ignore[no-any-return]

@@ -29,7 +29,7 @@ _ADVICE = {
     "PADDING": "raise GraphOptions(max_padding=), or add sizes nearer to these batches",
     "NOT_CAPTURED": "call runner.capture(), or capture_next() until nothing is left",
     "RANKS_DISAGREE": "agree on a graph that every rank has: same sizes and budget on all ranks",
-    "MISSING_GRAPH": "a wrapper inside the forward has dropped its graph; recapture()",
+    "MISSING_GRAPH": "a wrapper inside the forward was replaced, or has no graph; recapture()",
     "SETTINGS_CHANGED": "call capture() under the settings of the steps (autocast, gradients, ...)",
     "FAILED": "the error of these steps was raised to the caller; see the host's log",
     "NO_CONTEXT": "call wrappers inside a forward context",
@@ -54,7 +54,7 @@ class Finding:
 
 def findings_of(figures: Figures) -> tuple[Finding, ...]:
     """All findings of a report, the worst first."""
-    rules = (_quarantines, _dropped, _eager, _padding, _memory, _trials, _idle)
+    rules = (_quarantines, _dropped, _eager, _padding, _memory, _trials, _ended, _idle)
     by_rule = [finding for rule in rules for finding in rule(figures)]
     levels = ("error", "warning", "note")
     return tuple(sorted(by_rule, key=lambda finding: levels.index(finding.level)))
@@ -74,6 +74,23 @@ def _quarantines(figures: Figures) -> Iterator[Finding]:
             f"{_graphs(graphs)} in quarantine: {counted(steps, 'step')} ran eagerly",
             "\n".join(line for line in lines if not line.startswith("try: ")),
             f"{advice[0] if advice else 'mend what it says'}; then recapture()",
+        )
+
+
+def _ended(figures: Figures) -> Iterator[Finding]:
+    """Quarantines of before: the steps stay counted, and `recapture()` forgets why."""
+    ended = [
+        graph
+        for graph in figures["graphs"]
+        if graph["failure"] is None and graph["not_served"].get("QUARANTINED")
+    ]
+    if ended:
+        steps = sum(graph["not_served"]["QUARANTINED"] for graph in ended)
+        yield Finding(
+            "note",
+            f"a quarantine of {_graphs(ended)} has ended: {counted(steps, 'step')} ran eagerly",
+            "recapture() ended it: the graphs stand for the forward as it is now",
+            "nothing, if the change was meant; its GraphQuarantinedWarning says what it was",
         )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from graphrt.core.base.texts import printable
 from graphrt.core.runner.report import RunnerReport, report_lines
 from graphrt.observe.findings import Finding, findings_of
 
@@ -24,7 +25,7 @@ def report_text(report: RunnerReport | Mapping[str, Any]) -> str:
     """The text of `print(report)`, of a report or of its plain data, with the findings before the
     table."""
     figures = report.to_dict() if isinstance(report, RunnerReport) else report
-    return "\n".join(report_lines(figures, _finding_lines(findings_of(figures))))
+    return printable("\n".join(report_lines(figures, _finding_lines(findings_of(figures)))))
 
 
 def _finding_lines(findings: Iterable[Finding]) -> Iterator[str]:

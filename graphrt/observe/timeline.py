@@ -24,6 +24,7 @@ import torch
 
 from graphrt._runner import GraphRunner
 from graphrt.core.base.errors import InvalidOptionError
+from graphrt.core.base.files import write_whole
 from graphrt.core.base.option_values import check_kind, count_of
 from graphrt.core.base.texts import counted
 from graphrt.core.runner.report import RunnerReport
@@ -48,7 +49,8 @@ def trace(
     error. The last `most_steps` steps of each are kept. With `nvtx` steps and captures are NVTX
     ranges too, for Nsight Systems.
 
-    Raises `InvalidOptionError` for anything but runners, and for `nvtx` without a CUDA device.
+    Raises `InvalidOptionError` for anything but runners, for `nvtx` without a CUDA device, and at
+    the end of the block for a file that cannot be written, or is a link.
     """
     return Trace(path, runners, most_steps=most_steps, nvtx=nvtx)
 
@@ -91,7 +93,7 @@ class Trace(AbstractContextManager["Trace"]):
     def __exit__(self, *exc_info: object) -> None:
         for detach in self._detach:
             detach()
-        self.path.write_text(json.dumps(self.to_dict()), encoding="utf-8")
+        write_whole(self.path, json.dumps(self.to_dict()), what="the trace")
 
     def to_dict(self) -> dict[str, Any]:
         """The timeline so far, in Chrome's format."""

@@ -20,7 +20,14 @@ from graphrt.core.base.errors import GraphRTError, InvalidBatchError, InvalidOpt
 from graphrt.core.base.homes import public
 from graphrt.core.base.log import logger
 from graphrt.core.base.option_values import shown
-from graphrt.core.batch.descriptor import Batch, BatchDescriptor, idle_batch_of
+from graphrt.core.batch.descriptor import (
+    Batch,
+    BatchDescriptor,
+    checked_batch,
+    idle_batch_of,
+    settled,
+    unpadded,
+)
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.dispatch.dispatcher import GraphDispatcher
 from graphrt.core.dispatch.reasons import Dispatch, Reason
@@ -193,9 +200,12 @@ class Agreement:
             self._ballots[graphs] = ballot
         to_try, failed = graphs.checks.for_vote()
         weaker = dict.fromkeys(to_try, TRIED) | dict.fromkeys(failed, UNUSABLE)
-        if graphs.sealing.may_capture and not graphs.checks.changed_settings():
-            return self._vote_by(ballot, batch, weaker, graphs.left_out)
-        return self._vote_by(ballot, batch, weaker)
+        lazy = graphs.sealing.may_capture and not graphs.checks.changed_settings()
+        vote = self._vote_by(ballot, batch, weaker, graphs.left_out if lazy else None)
+        live = idle_batch_of(BatchDescriptor(1)) if batch is None else settled(checked_batch(batch))
+        tokens = live.num_tokens
+        vote.rows = tokens, live.num_reqs or min(tokens, graphs.setup.inputs.reqs)
+        return vote
 
     def _vote_by(
         self,
@@ -256,8 +266,9 @@ class Agreement:
     def _result(self, pending: PendingVote) -> Answer:
         tally, batch = self._tally(pending), pending.batch
         if tally.graph is None:
-            tokens = 1 if batch is None else batch.num_tokens
-            none = BatchDescriptor(tokens, None if batch is None else batch.num_reqs)
+            none = BatchDescriptor(1) if batch is None else unpadded(batch)
+            if pending.rows is not None:
+                none = BatchDescriptor(*self._largest(*pending.rows))
             return Answer(Dispatch(GraphMode.NONE, none, Reason.RANKS_DISAGREE), tried=False)
         graph = pending.graphs[tally.graph]
         if tally.least == MISSING and pending.sent[tally.graph] != MISSING:
@@ -270,6 +281,20 @@ class Agreement:
             self.fail(error)
             raise error
         return Answer(graph, tally.least == TRIED)
+
+    def _largest(self, tokens: int, reqs: int) -> tuple[int, int]:
+        """The most tokens and requests of any rank in a step without a graph for all: each runs
+        eagerly on so many rows, because collectives of other sizes end the process (gloo), or hang.
+        """
+        sizes, began = torch.tensor([tokens, reqs], device=self._device), time.monotonic()
+        try:
+            work: Any = dist.all_reduce(sizes, dist.ReduceOp.MAX, self._group, async_op=True)
+            if not work.wait(self._timeout):
+                raise RuntimeError("the ranks' sizes did not come")
+            tokens, reqs = sizes.tolist()
+        except RuntimeError as error:
+            raise self._lost(began, error) from error
+        return tokens, reqs
 
     # What ends it --------------------------------------------------------------------------------
 
@@ -385,6 +410,8 @@ class PendingVote:
         began: float,
     ) -> None:
         self.batch: Batch | None = None
+        # The rows of a runner's batch: without a graph for all, each rank takes the most of any.
+        self.rows: tuple[int, int] | None = None
         self.graphs: Sequence[Dispatch] = ()
         self.facts = facts
         self.sent = sent

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
 from operator import gt
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,7 +26,8 @@ from graphrt.core.runner.weights import stale
 from graphrt.trust.host_watch import HostChanges, Told, described_changes
 from graphrt.trust.places.slots import Place, same_value
 from graphrt.trust.reads import ReadSet, each_call
-from graphrt.trust.verdict import TriedGraph, Verdict
+from graphrt.trust.verdict import PADDING_ON_LIVE_ROW, TriedGraph, Verdict
+from graphrt.trust.watching.padding import PaddingRows
 
 _SAMPLED = 64
 """Steps between two that are tried at the level `sample`."""
@@ -69,6 +71,11 @@ class _Kind:
         self.awaited = {axis: {"", *names} for axis, names in inputs.items()}
         # axis, once an input of it has differed -> how many more padded steps are compared.
         self._looks: dict[str, int] = {}
+
+    def await_padding(self, axes: Iterable[str]) -> None:
+        """Have the next padded step tried, along whichever of these axes."""
+        for axis in axes:
+            self.awaited.setdefault(axis, set()).add("")
 
     def wants_padded(self, differing: Differing) -> bool:
         """Whether a padded step with these inputs that differ is to be tried."""
@@ -343,14 +350,17 @@ class Checks(StepChecks):
         *,
         inputs: Differing = NO_INPUTS,
         reqs: int = 1,
+        pads: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         """`inputs` are those whose padding rows may show that rows are mixed, by their axes, and
-        `reqs` the most requests that there are rows for."""
+        `reqs` the most requests that there are rows for. `pads` are those of index inputs."""
         super().__init__()
         self.on = options.checks("capture")
         self.strict = options.strict
         self._levels = set(filter(options.checks, ("first", "sample", "always")))
         self._inputs, self._reqs = inputs, reqs
+        self.tries_all = "always" in self._levels
+        self.padding = PaddingRows(pads, sees_all=self.tries_all)
         # Warnings that were given: each is given once.
         self._warned_of: set[str] = set()
         self.reads = reads
@@ -367,6 +377,7 @@ class Checks(StepChecks):
         self.decided = None
         # path at which changes of the host make no difference -> the place of its plain value.
         self.harmless: dict[str, Place | None] = {}
+        self.padding.clear()
         self.glances.reset()
 
     @property
@@ -380,6 +391,7 @@ class Checks(StepChecks):
         if not self.on:
             return
         self.glances.begin()
+        self.padding.end(padded=False)
         kinds = dict[Hashable, list[_Graph]]()
         for graph in self._graphs.values():
             key = graph.record.mode, *graph.record.descriptor.kind
@@ -537,7 +549,7 @@ class Checks(StepChecks):
 
     def _is_sampled(self, step: int) -> bool:
         """Whether the level of checks alone has this step tried, which is counted in `_steps`."""
-        return "always" in self._levels or ("sample" in self._levels and step % _SAMPLED == 0)
+        return self.tries_all or ("sample" in self._levels and step % _SAMPLED == 0)
 
     def for_vote(self) -> tuple[Collection[int], Collection[int]]:
         """For ranks that vote on the next step: the slots of graphs whose next step has to be tried
@@ -578,7 +590,10 @@ class Checks(StepChecks):
         record.deterministic &= verdict.deterministic
         record.notes = tuple(dict.fromkeys((*record.notes, *verdict.notes)))[:8]
         if verdict.failure is not None:
-            of_kind = [each for each in self._graphs.values() if each.kind is kind]
+            graphs = [*self._graphs.values()]
+            # Graphs of other kinds write the same rows of padding.
+            spoils_all = self.padding.conflict() is not None
+            of_kind = [each for each in graphs if spoils_all or each.kind is kind]
             self._quarantine(of_kind, verdict.failure)
             return
         record.status = "tried"
@@ -593,19 +608,32 @@ class Checks(StepChecks):
         if differing is not None:
             kind.tried_padded(differing)
         self._note_pending()
+        self.look_at_padding()
+
+    def look_at_padding(self) -> None:
+        """After a step: if live rows have the address of padding, put all graphs into quarantine;
+        if no trial has shown whether padding writes there, try the next padded steps."""
+        padding, served = self.padding, self._served()
+        conflict = padding.conflict()
+        if conflict is not None and served:
+            failure = PADDING_ON_LIVE_ROW(conflict, graph="all graphs")
+            self._quarantine(served, failure)
+        elif padding.has_new:
+            padding.has_new = False
+            for graph in served:
+                graph.kind.await_padding(self._inputs)
+            self._note_pending()
 
     def graph_to_try(self, dispatch: Dispatch) -> TriedGraph:
         """What a trial has to know of a graph; a new record where steps are not checked."""
         record = TrialRecord(dispatch.mode, dispatch.descriptor)
         return self._graphs.get(dispatch.slot) or TriedGraph(record)
 
-    def before_eager_step(self) -> None:
-        # CPython has told of a change: look before the forward runs, or its own changes would be
-        # taken for the host's.
-        if self.reads.host.rung:
-            self.look_at_host()
-
     def after_eager_step(self) -> None:
+        self.padding.forget_contents()
+        self.look_after_eager_step()
+
+    def look_after_eager_step(self) -> None:
         """Look at the Python values that an eager step has moved. Graphs may have baked them in, so
         the next step of each is a trial."""
         host, served = self.reads.host, self._served()

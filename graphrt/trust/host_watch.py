@@ -410,7 +410,7 @@ def described_changes(changes: Changes) -> str:
 
 def _where(holder: object, key: object) -> tuple[int, object]:
     """A key for dicts that names one slot, without running a user's `__hash__`."""
-    return id(holder), key if type(key) in (str, int) else id(key)
+    return id(holder), key if type(key) in (str, int, bytes) else id(key)
 
 
 def _value_of(holder: Any, key: object) -> object:

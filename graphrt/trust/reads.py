@@ -113,6 +113,8 @@ class ReadSet:
         # key of a storage -> the storage, kept alive, and how a watched run used it. Without a use
         # nothing was seen to read it.
         self._held: dict[int, tuple[torch.UntypedStorage, Use | None]] = {}
+        self.drawn: dict[int, torch.Generator] = {}
+        """Generators that watched runs gave to operators."""
         self.protected: list[str] = []
         """Memory too large to be saved, and which rows of it a warm-up wrote."""
         self.remade: set[str] = set()
@@ -126,6 +128,7 @@ class ReadSet:
     def note(self, watch: Watch) -> None:
         """Keep the memory that a run used and somebody else still holds; the rest was temporary."""
         self.saw_compiled_code |= watch.saw_compiled_code
+        self.drawn |= watch.drawn
         for key, use in watch.uses.items():
             # An output of another runner that this forward calls, and no longer holds: a temporary,
             # though that runner keeps its storage.

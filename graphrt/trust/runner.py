@@ -17,7 +17,7 @@ from graphrt.core.dispatch.reasons import Dispatch, Reason
 from graphrt.core.inputs.buffers import reqs_of
 from graphrt.core.runner.contract import Step
 from graphrt.core.runner.executor import StepExecutor
-from graphrt.core.runner.findings import TrustReport, UnknownMemory
+from graphrt.core.runner.findings import TrialRecord, TrustReport, UnknownMemory
 from graphrt.core.runner.graph_table import GraphTable
 from graphrt.core.runner.host import Example, MakeExample
 from graphrt.core.runner.setup import RunnerSetup
@@ -25,8 +25,8 @@ from graphrt.trust.checks import NO_INPUTS, Checks, Differing
 from graphrt.trust.reads import ReadSet
 from graphrt.trust.snapshot import StateSnapshot
 from graphrt.trust.trial import Trial
-from graphrt.trust.trials import StepRuns
-from graphrt.trust.verdict import Verdict
+from graphrt.trust.trials import EagerRuns, StepRuns
+from graphrt.trust.verdict import TriedGraph, Verdict
 from graphrt.trust.warm_up import WarmedUp, WatchedState
 
 _SEED = 0
@@ -52,6 +52,7 @@ class RunnerChecks(Checks):
             setup.pool.platform.device_type,
             inputs=NO_INPUTS if setup.host.mixes_rows else setup.inputs.declared.shows,
             reqs=setup.inputs.reqs,
+            pads=setup.inputs.declared.pads,
         )
 
     def reset(self) -> None:
@@ -69,6 +70,7 @@ class RunnerChecks(Checks):
             pads=setup.inputs.declared.addresses,
             is_in_graphs=partial(platform.owns, setup.pool.memory),
             has_parts=setup.plan.mode.has_piecewise,
+            padding=self.padding,
         )
 
     # Trials ---------------------------------------------------------------------------------------
@@ -79,7 +81,7 @@ class RunnerChecks(Checks):
         if not self.wants_trial(dispatch.slot, differing):
             return None
         try:
-            runs = StepRuns(executor, step)
+            runs = StepRuns(executor, step, self.padding)
             verdict = self._try(runs)
         except errors.StateTooLargeError as error:
             return self.cannot_try(dispatch.slot, error)
@@ -89,10 +91,37 @@ class RunnerChecks(Checks):
         self._note(runs, verdict, differing)
         return dispatch, verdict.outputs
 
+    def run_eagerly(self, executor: StepExecutor, step: Step) -> Any:
+        # CPython has told of a change: look before the forward runs, or its own changes would be
+        # taken for the host's.
+        if self.reads.host.rung:
+            self.look_at_host()
+        try:
+            return self._run_beside_padding(executor, step)
+        finally:
+            self.look_after_eager_step()
+
+    def _run_beside_padding(self, executor: StepExecutor, step: Step) -> Any:
+        """Run an eager step on its live rows, and look whether these use rows that padding writes:
+        by what they write, at the level `always` also by what they read."""
+        setup, padding = executor.graphs.setup, self.padding
+        if not padding.rows:
+            return executor.run_unpadded(step)
+        if self.tries_all and setup.host.ranks is None:
+            graph = TriedGraph(TrialRecord(step.dispatch.mode, step.dispatch.descriptor))
+            runs = EagerRuns(executor, step, padding)
+            Trial(runs, graph, None, setup.pool.platform, setup.options).look_at_padding()
+            self.ran_forward(at_every_run=True)
+        before = padding.read(padding.first_rows)
+        outputs = executor.run_unpadded(step)
+        padding.note_used(padding.first_rows, before, padding.read(padding.first_rows))
+        self.look_at_padding()
+        return outputs
+
     def verify(self, executor: StepExecutor, step: Step) -> tuple[Any, Exception | None]:
         # Note the host's changes now: after the trial all changes count as the forward's own.
         self.look_at_host()
-        verdict = self._try(StepRuns(executor, step))
+        verdict = self._try(StepRuns(executor, step, self.padding))
         return verdict.outputs, verdict.failure
 
     @undoing
@@ -115,7 +144,7 @@ class RunnerChecks(Checks):
                 )
             updates = executor.updates_of(example.updates)
             step = Step(batch, dispatch, example.values, updates, example.metadata)
-            runs = StepRuns(executor, step)
+            runs = StepRuns(executor, step, self.padding, served=False)
             verdict = self._try(runs, undone=True)
             if verdict.failure is not None:
                 raise verdict.failure
@@ -172,7 +201,9 @@ class RunnerChecks(Checks):
         self.look_at_host()
 
     def report(self, graphs: GraphTable, *, quick: bool) -> TrustReport:
-        trials = tuple(replace(record) for record in self.records.values())
+        published = {graph.slot for graph in graphs.dispatcher.published}
+        checked = self.records.items()
+        trials = tuple(replace(record) for slot, record in checked if slot in published)
         reads = self.reads
         if quick or not reads.watched:
             return TrustReport(trials=trials)

@@ -33,7 +33,7 @@ from graphrt.trust.compare import difference
 from graphrt.trust.places import slots
 from graphrt.trust.places.slots import MISSING, Place, Way, call, same_value
 from graphrt.trust.places.walk import Kind, Places, is_array, shape_of
-from graphrt.trust.watching.writes import SavedWrites
+from graphrt.trust.watching.writes import Region, SavedWrites
 
 
 class Left(NamedTuple):
@@ -43,6 +43,8 @@ class Left(NamedTuple):
     memory: list[torch.Tensor]
     python: list[Any]
     generators: list[Any]
+    padding: list[torch.Tensor]
+    """The contents of the rows that padding writes."""
 
 
 class StateSnapshot:
@@ -59,13 +61,16 @@ class StateSnapshot:
         *,
         declared: Collection[State | torch.Tensor] = (),
         sums: bool = True,
+        padding: Sequence[Region] = (),
     ) -> None:
-        """Raises `StateTooLargeError` if declared state takes more than `limit_bytes`; then nothing
-        is saved."""
+        """`padding` are rows that are put back and taken beside what runs write. Raises
+        `StateTooLargeError` if declared state takes more than `limit_bytes`; then nothing is saved.
+        """
         # For each declared state a function that puts it back.
         self._declared = saved(declared, limit_bytes)
         self.memory = SavedWrites(limit_bytes, sums=sums)
         self.generators = Generators(device_type)
+        self._padding = padding
 
     def reach(self, places: Places) -> None:
         """Save the Python values, and the generators, that a walk has found."""
@@ -75,12 +80,15 @@ class StateSnapshot:
 
     def take(self) -> Left:
         """Copies of the state now, but for declared state: later runs do not change them."""
-        return Left(self.memory.take(), self.python.take(), self.generators.take())
+        rows = unseen(lambda: [region.read() for region in self._padding])
+        return Left(self.memory.take(), self.python.take(), self.generators.take(), rows)
 
     def restore(self, left: Left | None = None) -> None:
         """Put back the state of the beginning, or that which a run has left."""
-        memory, python, generators = (None, None, None) if left is None else left
+        memory, python, generators, rows = (None,) * 4 if left is None else left
         self.memory.restore(memory)
+        for at, region in enumerate(self._padding):
+            unseen(partial(region.write, region.was if rows is None else rows[at]))
         self.generators.restore(generators)
         self.python.restore(python)
 

@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 import torch
 
 from graphrt.core.base._undo import Undo, undoing
+from graphrt.core.base.thread_mode import unseen
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.capture.refusals import Refusal
@@ -32,6 +33,7 @@ from graphrt.trust.host_watch import described_changes
 from graphrt.trust.places.walk import places_of
 from graphrt.trust.warm_up import WarmedUp
 from graphrt.trust.watching import watch as watching
+from graphrt.trust.watching.padding import PaddingRow, PaddingRows
 from graphrt.trust.watching.watch import Deviation, Trace, Watch
 from graphrt.trust.watching.writes import storage_of
 
@@ -89,6 +91,12 @@ class TriedStep:
     """Whether its caller has gradients on."""
     has_metadata = False
     """Whether the host has metadata for its steps: numbers of it may be arguments of operators."""
+    is_padded = False
+    """Whether its graph has more rows than it has live ones."""
+    padding = PaddingRows()
+    """The rows that padding writes."""
+    is_served = True
+    """Whether its live rows are a host's, not an example's, which address scratch memory."""
     together = False
     """Whether other ranks try their part of the step now. Results differ from rank to rank, so
     which runs are made must not depend on them."""
@@ -136,7 +144,12 @@ class Trial:
         self._same_size = warm is not None and warm.tokens == record.descriptor.num_tokens
         # Rows that index writes touch are saved anew in each run, all in one snapshot.
         limit_bytes = self.options.state_limit(platform) * _RUNS
-        self._state = snapshot.StateSnapshot(platform.device_type, limit_bytes, sums=False)
+        self._padding = self.step.padding
+        self._padding.begin()
+        regions = [row.region for row in self._padding.rows]
+        self._state = snapshot.StateSnapshot(
+            platform.device_type, limit_bytes, sums=False, padding=regions
+        )
         self._state.reach(places_of(self.step.forward))
         self._verdict = verdicts.Verdict()
         # The first operator that the capture has and eager runs do not, as text; "" without one.
@@ -152,7 +165,21 @@ class Trial:
         self._judge()
         if undone or (self.options.strict and self._verdict.failure is not None):
             self._state.restore()
+        self._padding.end(padded=self.step.is_padded)
         return self._verdict
+
+    @undoing
+    def look_at_padding(self, undo: Undo) -> None:
+        """Find out whether an eager step of live rows alone uses rows that padding writes. All is
+        put back."""
+        undo.after_error(self._state.restore)
+        alone = self._extra_run("alone", self.step.eager, compared=True)
+        if alone is not None:
+            dtypes = map(attrgetter("dtype"), alone.watch.uses.values())
+            operators, precision = alone.watch.trace.overloads(), self.platform.float32_precision
+            self._rounding = rounding_of(dtypes, operators, precision)
+            self._judge_live_rows(alone, alone)
+        self._padding.end(padded=False)
 
     def _judge(self) -> None:
         step, state, verdict = self.step, self._state, self._verdict
@@ -166,10 +193,15 @@ class Trial:
         state.restore()
         # Between the eager run and the replay, a run of padding. If the replay reads memory that is
         # not saved, it finds padding's values there, not those of the eager run, and differs.
+        # It goes on with the random numbers: a forward that seeds a generator does not.
+        state.generators.restore(eager.left.generators)
         step.eager(self._watch(), "padding")
+        later = state.generators.take()
         state.restore()
         replayed = Run(step.replay(), state.take(), first_watch)
         state.restore()
+        if state.generators.are_reset(eager.left.generators, replayed.left.generators, later):
+            self._judge_seeds()
         unpadded, other_padding = (None, None) if rows is None else self._padding_runs(rows)
         dtypes = map(attrgetter("dtype"), used.values())
         precision = self.platform.float32_precision
@@ -180,6 +212,8 @@ class Trial:
         # A replaced tensor fails as `REBOUND` below.
         if moved or numbers:
             self._judge_moved({} if rebound else moved, numbers)
+        without_padding = None if step.is_padded else eager
+        self._judge_live_rows(without_padding if rows is None else unpadded, eager)
         last_watch = self._watch()
         # The step that the host asked for: its effects stay.
         again = Run(step.eager(last_watch), state.take(), last_watch)
@@ -324,6 +358,21 @@ class Trial:
             got, then = other_data
             self._fail(verdicts.CONSTANT, got, then=then)
 
+    def _judge_seeds(self) -> None:
+        """Does the forward seed a generator of torch's outside of eager parts? From random numbers
+        further on a replay then draws others than an eager run, or leaves another state."""
+        state, left = self._state, self._eager.left.generators
+        runs = []
+        for call in (self.step.eager, lambda _: self.step.replay()):
+            state.generators.restore(left)
+            runs.append(self._extra_run("with later random numbers", call))
+        eager, replayed = runs
+        if eager is None or replayed is None:
+            return
+        drawn = state.generators.have_drawn(replayed.left.generators, eager.left.generators)
+        if drawn or _run_difference(replayed, eager) is not None:
+            self._fail(verdicts.SEEDED, "a generator's state that the forward sets itself")
+
     def _judge_replay(
         self, where: str, how: str, spread: Difference | None, again: Any, replay: Any
     ) -> None:
@@ -423,13 +472,69 @@ class Trial:
             mixing = trace.at_source(trace.first_mixed(other_padding.watch.trace, rounding))
             first = mixing and f"\n    the first operator that mixes rows is {mixing}"
             self._fail(verdicts.ROWS_MIXED, apart.text + first, how=how, rounding=rounding)
-        spoilt = self._state.memory.spoilt_by_padding(
-            eager.left.memory, other_padding.left.memory, self.step.pads, self.step.sizes, rounding
-        )
+        left = [eager.left, other_padding.left]
+        spoilt = self._spoilt(*[each.memory for each in left])
+        if spoilt is not None and self._padding.rows:
+            # A spare row is no one's: without the rows that have the address of padding.
+            spoilt = self._spoilt(*map(self._without_padding_rows, left))
         if spoilt is not None:
             use, text = spoilt
             how = "padding rows change state that later steps read"
             self._fail(verdicts.ROWS_MIXED, f"{text} of {use}", how=how, rounding=rounding)
+
+    def _spoilt(
+        self, padded: Sequence[torch.Tensor], alone: Sequence[torch.Tensor]
+    ) -> tuple[object, str] | None:
+        """The first memory that padding has changed, of what two runs have left."""
+        step, memory = self.step, self._state.memory
+        return memory.spoilt_by_padding(padded, alone, step.pads, step.sizes, self._rounding)
+
+    def _without_padding_rows(self, left: snapshot.Left) -> list[torch.Tensor]:
+        """The memory that a run has left, but for the address of padding. The state is put back."""
+        now = self._state.take()
+        self._state.restore(left._replace(padding=[row.region.was for row in self._padding.rows]))
+        memory = self._state.memory.take()
+        self._state.restore(now)
+        return memory
+
+    def _judge_live_rows(self, alone: Run | None, padded: Run) -> None:
+        """Do live rows use rows that padding writes, in this step or in an earlier one? `alone` is
+        the run without padding; None if there is none."""
+        padding, was = self._padding, [row.region.was for row in self._padding.rows]
+        if alone is not None and was:
+            padding.note_padded(alone.left.padding, padded.left.padding, served=self.step.is_served)
+            if self.step.is_served:
+                padding.note_used(padding.rows, was, alone.left.padding)
+                self._note_reads(alone)
+        got = padding.conflict()
+        if got is not None:
+            self._fail(verdicts.PADDING_ON_LIVE_ROW, got)
+
+    def _note_reads(self, alone: Run) -> None:
+        """Note the rows of padding on which results of live rows depend. Unused entries of a block
+        table point at the spare page too: it is read, and masked."""
+        rows = [row for row in self._padding.rows if row.live is None or not row.is_carried]
+        others = [(row, row.other()) for row in rows]
+        known = [(row, value) for row, value in others if value is not None]
+
+        def depends(on: Sequence[tuple[PaddingRow, torch.Tensor]]) -> bool:
+            def call(watch: Watch) -> Any:
+                for row, value in on:
+                    unseen(partial(row.region.write, value))
+                return self.step.eager(watch, "alone" if self.step.sizes else "padded")
+
+            run = self._extra_run("with other contents in rows of padding", call)
+            if run is None:
+                return False
+            self._padding.note_carried(on, run.left.padding, alone.left.padding)
+            apart = difference(run.outputs, alone.outputs, rounded=True)
+            return apart is not None and apart.relative > self._rounding
+
+        # Ranks that try together make the same runs. A clock differs without any change too.
+        if known and not self.step.together and depends(known) and not depends(()):
+            for row, value in known:
+                if depends([(row, value)]):
+                    self._padding.note_read(row, value)
 
     def _judge_python(self, again: Run, other_padding: Run) -> None:
         """Compare the Python values that eager parts leave with padding and without it: a failure

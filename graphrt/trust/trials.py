@@ -47,7 +47,19 @@ from graphrt.trust.checks import Checks
 from graphrt.trust.reads import ReadSet
 from graphrt.trust.trial import Rows, Trial, TriedStep
 from graphrt.trust.warm_up import WarmedUp
+from graphrt.trust.watching.padding import PaddingRows
 from graphrt.trust.watching.watch import Watch
+
+
+class EagerRuns(TriedStep):
+    """The runs of a runner's step that has no graph."""
+
+    def __init__(self, executor: StepExecutor, step: Step, padding: PaddingRows) -> None:
+        self.forward, self.padding = executor.graphs.setup.forward, padding
+        self._executor, self._step = executor, step
+
+    def eager(self, watch: Watch, rows: Rows = "padded") -> Any:
+        return tree.cloned(self._executor.run_unpadded(self._step, partial(watched, watch, None)))
 
 
 class StepRuns(TriedStep):
@@ -56,7 +68,9 @@ class StepRuns(TriedStep):
     `step` is the step with cloned inputs, `executor` runs it. `TriedStep` has the other fields.
     """
 
-    def __init__(self, executor: StepExecutor, step: Step) -> None:
+    def __init__(
+        self, executor: StepExecutor, step: Step, padding: PaddingRows, *, served: bool = True
+    ) -> None:
         graphs, inputs = executor.graphs, executor.inputs
         flat = inputs.declared.check(step.values, None, None)
         # Cloned, as inputs may be outputs of the last step, or views of the buffers. Eager runs
@@ -77,6 +91,8 @@ class StepRuns(TriedStep):
         if padded != live and not (step.agreed or graphs.setup.host.mixes_rows):
             self.sizes = [*zip(padded, live, strict=True)]
         self.forward, self.inputs = graphs.setup.forward, prepared.transaction.fixed
+        self.is_padded = padded != live
+        self.padding, self.is_served = padding, served
         self.pads = inputs.declared.unused_addresses(step.values)
         self.together = step.agreed or graphs.setup.host.ranks is not None
         self.has_gradients = torch.is_grad_enabled()

@@ -69,6 +69,13 @@ NOT_REPEATED = Refusal(
     advice="keep what advances in a tensor and write it in place (add_, copy_), read clocks and "
     "files outside of the forward, or run it in an eager break",
 )
+SEEDED = Refusal(
+    errors.PythonStateError,
+    "{graph}: the forward seeds a generator, or sets its state; a replay draws the next numbers",
+    expected="a generator that the forward only draws from",
+    advice="seed it outside of the forward, draw the numbers before the step and pass them as an "
+    "input, or seed and draw in an eager break",
+)
 NOT_EAGER = Refusal(
     errors.VerificationError,
     "{graph}: the replay of its graph differs from eager{where}",
@@ -92,6 +99,13 @@ ROWS_MIXED = Refusal(
     "token of each request by an index input, address padding by a row that is nobody's "
     "(InputSpec(index=True, pad=...)), call eval() on a model whose BatchNorm still trains; where "
     "rows are mixed by design, Host(mixes_rows=True) says so",
+)
+PADDING_ON_LIVE_ROW = Refusal(
+    errors.RowsMixedError,
+    "{graph}: padding writes state that live rows use, and spoils it while they rest",
+    expected="padding that points at a row, or a page, which no request has",
+    advice="allocate one row (or page) more and give it to nobody: InputSpec(..., index=True, "
+    "pad=the old number of rows). In torch -1 is the last row; a kernel of your own may skip it",
 )
 PYTHON_MOVES = Refusal(
     errors.PythonStateError,

@@ -18,11 +18,13 @@ from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.guard import SideDoors, side_doors
 from graphrt.core.capture.operators import facts_of
+from graphrt.core.replay.recording import drawn_from
 from graphrt.core.runner.contract import Calls, RunWatch, Written
 from graphrt.trust.places.slots import CONTENTS, Place
 from graphrt.trust.places.walk import Keyed, with_keys
 from graphrt.trust.reads import ReadSet
 from graphrt.trust.snapshot import MEMORY, PythonState, StateSnapshot, is_plain, put_back
+from graphrt.trust.watching.padding import PaddingRows
 from graphrt.trust.watching.watch import IssuedWatch, OwnMemory, Trace, Watch
 from graphrt.trust.watching.writes import SavedWrites, WriteWatch, note_operators
 
@@ -56,6 +58,8 @@ class WatchedState(RunWatch):
     """Whether a tensor's memory is of a graph pool."""
     has_parts: bool
     """Whether graphs may have eager parts."""
+    padding: PaddingRows
+    """The rows that warm-ups, which have padding alone, are seen to write."""
     inputs_written: Mapping[int, Written] = field(default_factory=dict)
     """Inputs that the last run wrote, by address, if it was watched."""
 
@@ -135,6 +139,7 @@ class WatchedState(RunWatch):
         made = moves.note_made(watch, reads)
         if made or watch.written():
             left = memory.take()
+            self.padding.note_warm_up(memory)
             self.restore()
             # Run again on what the first run left: a table of indices that it filled may have held
             # anything before.
@@ -179,12 +184,20 @@ class WatchedState(RunWatch):
         moves.note()
         return watch, result
 
+    @undoing
     def capture(
-        self, mode: GraphMode, descriptor: BatchDescriptor, call: Callable[[], T], *, in_one: bool
+        self,
+        undo: Undo,
+        mode: GraphMode,
+        descriptor: BatchDescriptor,
+        call: Callable[[], T],
+        *,
+        in_one: bool,
     ) -> T:
         """Capture a forward, as one graph (`in_one`) or as pieces, and note which Python slots that
         changes. Operators are noted too if its size was watched, once for each kind and mode: that
         takes some microseconds an operator."""
+        undo.set(drawn_from, self.reads.drawn.values())
         largest = self.warmed_up.get(descriptor.kind)
         if largest is None or largest.tokens != descriptor.num_tokens or mode in largest.captured:
             result = call()
@@ -232,6 +245,7 @@ class WatchedState(RunWatch):
         if moves is not None:
             moves.settle(reads, contents=self.has_parts)
         reads.protected += self.snapshot.memory.check_protected(self.pads)
+        self.padding.note_protected(self.snapshot.memory)
         places = reads.settle()
         if moves is not None:
             moves.warn_of_left(places.keyed)

@@ -10,7 +10,16 @@ import pytest
 import torch
 from attention_models import Decoder, differing, eager_outputs, replay_all, replayed, runner, steps
 
-from graphrt import UNCHANGED, GraphOptions, GraphPool, GraphRunner
+from graphrt import (
+    UNCHANGED,
+    Batch,
+    GraphOptions,
+    GraphPool,
+    GraphRunner,
+    HostArg,
+    InputSpec,
+    UpdatableTask,
+)
 from graphrt.ascend import AscendOptions, AscendPlatform
 from graphrt.core.base.errors import DeviceHangError, MissingUpdateError, TaskContractError
 
@@ -228,6 +237,37 @@ def another_operator(order: Any) -> None:
         decoder.active = False
         outputs += [replayed(run, step) for step in todo[1:]]
         assert differing([out.cpu() for out in outputs], expected) == []
+
+
+def another_number_of_kernels(count: int, queue: str) -> None:
+    """The device answers 507000 and the next step is right; not where the queue of launches has
+    taken one kernel too many, as that ends it."""
+
+    def issue(x: torch.Tensor, out: torch.Tensor, *, times: int) -> None:
+        for _ in range(times):
+            torch.add(x, 1, out=out)
+
+    spec = {"times": HostArg(axis=None)}
+    task = UpdatableTask("adds", issue, spec, at_capture=lambda _: {"times": 2})
+    buffer = torch.zeros(4, device="npu")
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        out = buffer[: len(x)]
+        task(x, out)
+        return out * 2
+
+    inputs = {"x": InputSpec(torch.float32, ("tokens",))}
+    run = GraphRunner(forward, sizes=[4], inputs=inputs, options=GraphOptions(check="off"))
+    run.capture()
+    x = torch.arange(4.0, device="npu")
+    ends = queue == "1" and count > 2
+    error = DeviceHangError if ends else TaskContractError
+    with pytest.raises(error, match="adds"):
+        run(Batch(4), updates={"adds": {"times": count}}, x=x)
+    if not ends:
+        torch.npu.synchronize()
+        right = run(Batch(4), updates={"adds": {"times": 2}}, x=x)
+        assert right.tolist() == [2, 4, 6, 8]
 
 
 def ended_queue() -> None:

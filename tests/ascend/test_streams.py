@@ -10,13 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphrt.ascend import AscendOptions
+from graphrt.ascend import AscendOptions, update_aclgraph_sizes
 from graphrt.ascend.budget.profiles import (
     DOMAINS,
     PROFILES,
     Deployment,
     profile_named,
-    update_aclgraph_sizes,
 )
 from graphrt.ascend.budget.streams import (
     DEVICES,

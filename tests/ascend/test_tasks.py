@@ -69,6 +69,18 @@ def test_an_update_that_issues_another_operator_than_captured_is_refused(order):
     assert out.splitlines()[-1] == "served"
 
 
+@pytest.mark.parametrize("queue", ["0", "1"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_an_update_with_another_number_of_kernels_is_a_named_error(count, queue):
+    need_simulator()
+    out = python(
+        f"import protocol; protocol.another_number_of_kernels({count}, {queue!r}); print('named')",
+        environment={"TASK_QUEUE_ENABLE": queue},
+        hang_ms=500,
+    )
+    assert out.splitlines()[-1] == "named"
+
+
 def test_a_failed_operator_in_the_launch_queue_raises_a_named_error():
     need_simulator()
     out = python("import protocol; protocol.ended_queue(); print('named')", hang_ms=500)

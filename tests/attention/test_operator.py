@@ -13,12 +13,11 @@ import pytest
 import torch
 from torch import nn
 
-from graphrt import Batch, GraphMode, GraphPool, GraphRunner, InputSpec
+from graphrt import Batch, GraphMode, GraphPool, GraphRunner, InputSpec, Reason
 from graphrt.attention import (
     GroupedShape,
     OpaqueAttention,
     SdpaAttention,
-    TritonAttention,
     supports_of,
 )
 from graphrt.compile import CompileOptions, compile_module
@@ -96,6 +95,8 @@ def backend_of(kind: str, device: str) -> Any:
     if kind == "sdpa":
         return SdpaAttention(SHAPE)
     pytest.importorskip("triton", reason="Triton is not installed")
+    from graphrt.attention import TritonAttention
+
     return TritonAttention(SHAPE, max_num_reqs=REQS, dtype=torch.float32, device=device)
 
 
@@ -204,6 +205,37 @@ def test_an_uncompiled_model_is_captured_in_pieces_around_opaque_attention():
         for batch, values in STEPS:
             runner.verify(batch, **values)
             assert runner.last_dispatch.mode is GraphMode.PIECEWISE
+
+
+@pytest.mark.filterwarnings("error::graphrt.errors.GraphQuarantinedWarning")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_uniform_and_mixed_batches_in_turn_keep_every_graph_of_opaque_attention(compiled):
+    torch.manual_seed(0)
+    attention = OpaqueAttention(SdpaAttention(SHAPE), f"test{next(NUMBERS)}")
+    model = Layers(attention, 3, "cpu")
+    pool = GraphPool("cpu")
+    forward = compile_module(model, DIMS, pool=pool, in_place=False) if compiled else model
+    runner = GraphRunner(
+        forward,
+        mode="FULL_AND_PIECEWISE",
+        sizes=[4, 8],
+        max_num_tokens=8,
+        max_num_reqs=REQS,
+        inputs=INPUTS,
+        outputs=("tokens", WIDTH),
+        attention=supports_of(attention.backend),
+        pool=pool,
+    )
+    with runner:
+        runner.capture()
+        for index, queries in enumerate([[3, 2], [3], [5, 1], [1, 1], [5], [4, 4], [2, 1]]):
+            _, values = step([9 + each for each in queries], queries, index)
+            same = queries[0] if len(set(queries)) == 1 else None
+            output = runner(Batch(sum(queries), len(queries), same), **values).clone()
+            assert runner.last_dispatch.reason is Reason.HIT
+            with torch.no_grad():
+                torch.testing.assert_close(output, model(**values), rtol=1e-4, atol=1e-4)
+        assert {each.status for each in runner.report().trust.trials} <= {"tried", "untried"}
 
 
 def attended(attention: OpaqueAttention) -> torch.Tensor:

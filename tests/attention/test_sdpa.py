@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -138,7 +139,7 @@ class Host:
         moved = query + first.mean(-1, keepdim=True)
         return backend.attend(step, moved, *self.caches) + first
 
-    def runner(self, mode: str, **options: Sequence[int]) -> GraphRunner:
+    def runner(self, mode: str, **options: Any) -> GraphRunner:
         shape = self.shape
         return GraphRunner(
             self,
@@ -190,10 +191,9 @@ def check_steps(
     for problem, query_lens in zip(steps(host.shape, lists), lists, strict=True):
         for cache, values in zip(host.caches, problem.caches, strict=True):
             cache.copy_(values)
-        same = query_lens[0] if len(set(query_lens)) == 1 else None
         assert problem.step.query_start_loc is not None
         output = runner.verify(
-            Batch(sum(query_lens), len(query_lens), same),
+            Batch(sum(query_lens), len(query_lens), uniform_len(query_lens)),
             query=problem.query,
             block_table=problem.step.block_table,
             context_lens=problem.step.context_lens,
@@ -203,6 +203,28 @@ def check_steps(
         assert runner.last_dispatch.reason is Reason.HIT
         assert runner.last_dispatch.mode is mode
         torch.testing.assert_close(output.double(), host.oracle(problem), rtol=2e-5, atol=2e-5)
+
+
+def check_served(host: Host, runner: GraphRunner, lists: Sequence[Sequence[int]]) -> None:
+    """Steps by graphs as a host makes them, equal to the oracle but for rounding."""
+    for problem, query_lens in zip(steps(host.shape, lists), lists, strict=True):
+        for cache, values in zip(host.caches, problem.caches, strict=True):
+            cache.copy_(values)
+        assert problem.step.query_start_loc is not None
+        output = runner(
+            Batch(sum(query_lens), len(query_lens), uniform_len(query_lens)),
+            query=problem.query,
+            block_table=problem.step.block_table,
+            context_lens=problem.step.context_lens,
+            query_start_loc=problem.step.query_start_loc,
+        )
+        assert runner.last_dispatch is not None
+        assert runner.last_dispatch.reason is Reason.HIT
+        torch.testing.assert_close(output.double(), host.oracle(problem), rtol=2e-5, atol=2e-5)
+
+
+def uniform_len(query_lens: Sequence[int]) -> int | None:
+    return query_lens[0] if len(set(query_lens)) == 1 else None
 
 
 def new_host(shape: AttentionShape) -> Host:
@@ -248,6 +270,24 @@ def test_alternating_decode_and_mixed_batches_equal_eager() -> None:
         for decode, mixed in zip(DECODE, MIXED, strict=False):
             check_steps(host, runner, [decode], GraphMode.FULL)
             check_steps(host, runner, [mixed], GraphMode.PIECEWISE)
+
+
+@pytest.mark.parametrize("check", ["capture", "always"])
+@pytest.mark.parametrize("mode", ["PIECEWISE", "FULL_AND_PIECEWISE"])
+@pytest.mark.filterwarnings("error::graphrt.errors.GraphQuarantinedWarning")
+def test_uniform_and_mixed_batches_in_turn_keep_every_piecewise_graph(
+    mode: str, check: str
+) -> None:
+    host = new_host(GROUPED)
+    options = graphrt.GraphOptions(check=check)
+    with host.runner(mode, options=options) as runner:
+        runner.capture()
+        before = dict(vars(host.backend))
+        for lists in ([[3, 2], [3], [5, 1], [3], [5], [4, 4], [2, 1], [6]], [[7, 1], [7]]):
+            check_served(host, runner, lists)
+        assert {each.status for each in runner.report().trust.trials} == {"tried", "untried"}
+        # A trial asks what a model does when its state has moved on.
+        assert vars(host.backend) == before
 
 
 def test_a_batch_of_padding_rows_only_gives_zeros_in_a_graph() -> None:

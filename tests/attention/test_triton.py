@@ -14,7 +14,7 @@ from graphrt import Host
 
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
-from graphrt import UNCHANGED, AttentionSupport, Batch, GraphOptions, GraphRunner, InputSpec
+from graphrt import UNCHANGED, AttentionSupport, Batch, GraphOptions, GraphRunner, InputSpec, Reason
 from graphrt.attention import (
     AttentionShape,
     GroupedShape,
@@ -361,6 +361,34 @@ def test_uniform_piecewise_batches_use_decode_kernels_and_plan_once_a_step(
     assert [query_len for query_len, _ in ran[2:]] == [None, None]
 
 
+@pytest.mark.filterwarnings("error::graphrt.errors.GraphQuarantinedWarning")
+def test_uniform_and_mixed_batches_in_turn_keep_every_piecewise_graph() -> None:
+    backend = TritonAttention(
+        SMALL, max_num_reqs=4, max_query_len=2, dtype=torch.float32, device=DEVICE
+    )
+    problem = random_problem(SMALL, [LONG, 64, 30, 9], 1, max_blocks=BLOCKS, device=DEVICE)
+    options = GraphOptions(warmups=1)
+    runner = _runner(
+        backend, problem.caches, "PIECEWISE", options=options, sizes=[4], layers=1 + ON_GPU
+    )
+    runner.capture()
+    before = dict(vars(backend))
+    for query_lens in ([1, 1, 1], [2, 1], [2], [1, 2], [1, 1], [2, 2]):
+        reqs, tokens = len(query_lens), sum(query_lens)
+        same = query_lens[0] if len(set(query_lens)) == 1 else None
+        query = torch.randn(tokens, SMALL.num_heads, SMALL.query_dim, device=DEVICE)
+        runner(
+            Batch(tokens, reqs, query_len=same),
+            query=query,
+            block_table=problem.step.block_table[:reqs],
+            context_lens=problem.step.context_lens[:reqs],
+            query_start_loc=torch.tensor([0, *query_lens], device=DEVICE).cumsum(0).int(),
+        )
+        assert runner.last_dispatch is not None and runner.last_dispatch.reason is Reason.HIT
+    assert {each.status for each in runner.report().trust.trials} <= {"tried", "untried"}
+    assert vars(backend) == before
+
+
 def test_a_query_with_scattered_rows_or_another_dtype_is_refused() -> None:
     problem = random_problem(SHAPES[0], [40, 3], 1, device=DEVICE)
     backend = TritonAttention(SHAPES[0], max_num_reqs=2, dtype=torch.float32, device=DEVICE)
@@ -498,7 +526,7 @@ def test_graphs_of_a_context_bound_are_split_for_that_bound_and_equal_eager(
     def spy(self: Any, *args: Any, **kwargs: Any) -> Any:
         step = begin(self, *args, **kwargs)
         if step.query_len is not None:
-            print(step.max_context, step.prepared.num_splits, file=scheduled)
+            print(step.max_context, step.prepared[0].num_splits, file=scheduled)
         return step
 
     monkeypatch.setattr(TritonAttention, "begin", spy)

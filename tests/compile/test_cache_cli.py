@@ -111,10 +111,25 @@ def test_rm_asks_for_confirmation_before_removing_a_key(directory: Path):
 
 
 def test_rm_all_leaves_directories_that_are_no_cache_keys(directory: Path):
-    (directory / ".tmp-left-by-a-killed-rm").mkdir()
+    (directory / ".tmp-0123456789ab" / "rank_0").mkdir(parents=True)  # of a removal that was killed
     assert "2 removed" in run("rm", "--all", "--yes")
     assert [each.name for each in directory.iterdir()] == ["not-ours"]
     assert "0 removed" in run("rm", "--all", "--yes")
+
+
+def test_rm_leaves_temporary_files_and_folders_of_other_programs(directory: Path, tmp_path: Path):
+    others = [".tmp-work", ".tmp-0123456789ab", "0123456789abcdef", "fedcba9876543210"]
+    for name in others[:3]:
+        (directory / name).mkdir()
+        (directory / name / "thesis.txt").write_text("mine")
+    (directory / others[3]).symlink_to(directory / name_of(b"one"))
+    (directory / ".tmp-notes").write_text("mine")
+    assert "2 removed" in run("rm", "--all", "--yes")
+    left = {each.name for each in directory.iterdir()}
+    assert left == {*others, ".tmp-notes", "not-ours"}
+    assert all((directory / name / "thesis.txt").exists() for name in others[:3])
+    with pytest.raises(InvalidOptionError, match="no such key"):
+        run("rm", others[2])
 
 
 @pytest.mark.parametrize("arguments", [[], ["abc", "--all"]])

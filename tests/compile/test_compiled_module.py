@@ -424,3 +424,40 @@ def test_importing_graphrt_compile_does_not_load_inductor():
     code = "import sys, graphrt.compile; print('torch._inductor.compile_fx' in sys.modules)"
     process = starts.run("-c", code, check=True)
     assert process.stdout.strip() == "False"
+
+
+STRIDED = {
+    "transposed": lambda n: torch.randn(4, n).t(),
+    "permuted": lambda n: torch.randn(3, n, 4).permute(1, 0, 2),
+    "reversed": lambda n: torch.randn(4, 3, n).permute(2, 1, 0),
+    "expanded rows": lambda n: torch.randn(4).expand(n, 4),
+    "expanded columns": lambda n: torch.randn(n, 1).expand(n, 4),
+    "expanded and transposed": lambda n: torch.randn(2, 1, n).expand(2, 3, n).permute(2, 0, 1),
+}
+
+
+def by_rows(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().flatten(1) * 2 + x.reshape(x.shape[0], -1).sin()
+
+
+def by_strides(x: torch.Tensor) -> torch.Tensor:
+    return x * sum(x.stride())
+
+
+@pytest.mark.parametrize("made", STRIDED)
+def test_strides_may_follow_the_batch_as_those_of_transposed_and_expanded_inputs_do(made):
+    compiled, asking = compile_module(by_rows, ["x"]), compile_module(by_strides, ["x"])
+    for rows in (5, 2, 7, 1, 16, 3):
+        x = STRIDED[made](rows)
+        assert torch.equal(compiled(x), by_rows(x))
+        if rows > 1:
+            assert torch.equal(asking(x), by_strides(x))
+
+
+def test_columns_cut_out_of_wider_rows_keep_their_stride():
+    compiled = compile_module(lambda x: x * 2, ["x"])
+    compiled(torch.randn(5, 9)[:, 2:6])
+    x = torch.randn(7, 9)[:, 1:5]
+    assert torch.equal(compiled(x), x * 2)
+    with pytest.raises(RetraceError, match="strides"):
+        compiled(torch.randn(4, 9).t()[:, :4])

@@ -509,3 +509,17 @@ def test_native_glances_raise_errors_of_their_looks_and_compare_addresses_as_int
         next(glances((1, fails, 1)))
     with pytest.raises(TypeError):
         glances((1, 2))
+
+
+@pytest.mark.skipif(NativeGlances is None, reason=f"glances in C: {native_state}")
+@pytest.mark.parametrize("index", [-1, -(1 << 20), 2, (1 << 62)])
+def test_native_glances_find_nothing_at_an_index_outside_of_a_list(index: int) -> None:
+    missing, items = object(), [object(), object()]
+    glances: Iterator[bool] = NativeGlances(  # type: ignore[misc]
+        slots=((items, index, missing),),
+        tensors=(),
+        looks=(1, 1),
+        missing=missing,
+        over=itertools.repeat(True),
+    )
+    assert next(glances) is True

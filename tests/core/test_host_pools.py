@@ -341,7 +341,7 @@ def test_clear_graphs_destroys_all_graphs_which_can_be_captured_again():
         pool.owner = None
 
 
-def test_a_runner_whose_graphs_were_cleared_runs_eagerly_and_counts_missing_graphs():
+def test_a_runner_whose_graphs_were_cleared_runs_eagerly_until_they_are_captured_again():
     pool = GraphPool("cpu")
     runner = GraphRunner(
         lambda x: x * 2,
@@ -355,10 +355,11 @@ def test_a_runner_whose_graphs_were_cleared_runs_eagerly_and_counts_missing_grap
     for value in (1.0, 3.0):
         pool.clear_graphs()
         assert runner(x=torch.full((2, 4), value)).sum() == 16 * value
-    assert runner.report().reasons[Reason.MISSING_GRAPH] == 2
-    runner.recapture()
+    reasons = runner.report().reasons
+    assert (reasons[Reason.NOT_CAPTURED], reasons[Reason.HIT]) == (2, 0)
+    runner.capture()
     assert runner(x=torch.full((2, 4), 5.0)).sum() == 80
-    assert runner.report().reasons[Reason.MISSING_GRAPH] == 2
+    assert runner.report().reasons[Reason.HIT] == 1
 
 
 # Keyed graphs -----------------------------------------------------------------------------------

@@ -140,30 +140,217 @@ def runner(**options: Any) -> GraphRunner:
     )
 
 
-def test_a_runner_whose_wrapper_lost_a_graph_reports_missing_graphs():
-    served = runner()
-    served.capture()
-    x = torch.ones(3, 4)
-    served(x=x)
-    (own,) = served.graphs.owners()
-    own.clear_graphs()
-    own.seal()
-    for _ in range(2):
-        assert torch.equal(served(x=x), x + 1)
-    report = served.report()
-    assert report.reasons[Reason.HIT] == 1
-    assert report.reasons[Reason.MISSING_GRAPH] == 2
-    assert sum(report.steps.values()) == 1
-    assert (report.live_tokens, report.padded_tokens) == (9, 12)
-
-
-def test_a_strict_runner_whose_wrapper_lost_a_graph_raises():
+def test_a_strict_runner_whose_wrapper_lost_a_graph_raises_until_it_is_captured_again():
     served = runner(strict=True)
     served.capture()
     (own,) = served.graphs.owners()
     own.clear_graphs()
-    with pytest.raises(CaptureSealedError):
+    with pytest.raises(CaptureSealedError, match="was destroyed"):
         served(x=torch.ones(3, 4))
+    served.capture()
+    assert torch.equal(served(x=torch.ones(3, 4)), torch.full((3, 4), 2.0))
+
+
+# Graphs that are destroyed ------------------------------------------------------------------------
+
+
+def counting_runner(pool: GraphPool | None = None, **options: Any) -> tuple[GraphRunner, list[int]]:
+    """A FULL runner of sizes 2, 4 and 8, captured, and a counter of its forward's runs."""
+    runs = [0]
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        runs[0] += 1
+        return x + 1
+
+    served = GraphRunner(
+        forward,
+        sizes=[2, 4, 8],
+        mode="FULL",
+        platform=None if pool else "cpu",
+        pool=pool,
+        inputs={"x": InputSpec(torch.float32, ("tokens", 4))},
+        outputs=("tokens", 4),
+        options=GraphOptions(**options),
+    )
+    served.capture()
+    return served, runs
+
+
+def served_by(served: GraphRunner, runs: list[int], tokens: int = 3) -> int:
+    """The size of the graph that replays steps of so many tokens; 0 where they run eagerly. HIT has
+    to say the same."""
+    for _ in range(4):  # trials run the forward too
+        served(x=torch.ones(tokens, 4))
+    before, hits = runs[0], served.report().reasons[Reason.HIT]
+    for _ in range(4):
+        assert torch.equal(served(x=torch.ones(tokens, 4)), torch.full((tokens, 4), 2.0))
+    replays = 4 - (runs[0] - before)
+    assert served.report().reasons[Reason.HIT] - hits == replays in (0, 4)
+    assert served.last_dispatch is not None
+    return served.last_dispatch.descriptor.num_tokens if replays else 0
+
+
+def listed(served: GraphRunner) -> list[int]:
+    """The sizes of the graphs in a report, and of those that were tried."""
+    report = served.report()
+    sizes = sorted(graph.descriptor.num_tokens for graph in report.graphs)
+    assert sizes == sorted(trial.descriptor.num_tokens for trial in report.trust.trials)
+    assert sizes == sorted(each["tokens"] for each in report.to_dict()["graphs"])
+    return sizes
+
+
+@pytest.mark.parametrize("by", ["pool", "wrapper"])
+def test_batches_of_a_dropped_graph_go_to_the_next_larger_one_until_it_is_captured_again(by):
+    served, runs = counting_runner()
+    (own,) = served.graphs.owners()
+    dropped = served.dispatcher.dispatch(Batch(3)).descriptor
+    (served.pool if by == "pool" else own).drop(dropped)
+    assert (served_by(served, runs), listed(served)) == (8, [2, 8])
+    served.capture()
+    assert (served_by(served, runs), listed(served)) == (4, [2, 4, 8])
+
+
+def test_capture_next_captures_a_dropped_graph_again():
+    served, runs = counting_runner()
+    served.pool.drop(served.dispatcher.dispatch(Batch(3)).descriptor)
+    progress = served.capture_next()
+    assert ([each.descriptor.num_tokens for each in progress.captured], progress.left) == ([4], 0)
+    assert served_by(served, runs) == 4
+
+
+@pytest.mark.parametrize("by", ["pool", "wrapper"])
+def test_after_clear_graphs_steps_are_eager_and_capture_captures_all_again(by):
+    served, runs = counting_runner()
+    (own,) = served.graphs.owners()
+    for _ in range(2):
+        (served.pool if by == "pool" else own).clear_graphs()
+        assert (served_by(served, runs), listed(served)) == (0, [])
+        served.capture()
+        assert (served_by(served, runs), listed(served)) == (4, [2, 4, 8])
+
+
+def test_a_lazy_runner_captures_a_dropped_graph_at_the_next_step_that_asks_for_it():
+    served, runs = counting_runner(lazy=True)
+    served.pool.drop(served.dispatcher.dispatch(Batch(3)).descriptor)
+    assert served_by(served, runs) == 8  # sealed by capture()
+    served.release()
+    served(x=torch.ones(3, 4))
+    served.pool.clear_graphs()
+    served(x=torch.ones(3, 4))
+    assert (served_by(served, runs), [*map(len, [served.report().graphs])]) == (4, [1])
+
+
+def test_state_that_moved_while_no_graph_was_left_is_no_stale_input():
+    cache = [torch.zeros(4)]
+    served = GraphRunner(
+        lambda x: x + cache[0],
+        sizes=[4],
+        mode="FULL",
+        platform="cpu",
+        inputs={"x": InputSpec(torch.float32, ("tokens", 4))},
+        outputs=("tokens", 4),
+    )
+    served.capture()
+    served(x=torch.ones(4, 4))
+    served.pool.clear_graphs()
+    cache[0] = torch.full((4,), 5.0)
+    served.capture()
+    for _ in range(40):
+        assert torch.equal(served(x=torch.ones(4, 4)), torch.full((4, 4), 6.0))
+    assert served.report().reasons[Reason.HIT] == 41
+
+
+def test_a_pool_that_two_runners_share_withdraws_the_graphs_of_both():
+    pool = GraphPool("cpu")
+    pairs = [counting_runner(pool) for _ in range(2)]
+    pool.drop(pairs[0][0].dispatcher.dispatch(Batch(3)).descriptor)
+    assert [served_by(*pair) for pair in pairs] == [8, 8]
+    pairs[0][0].capture()
+    assert [served_by(*pair) for pair in pairs] == [4, 8]
+    pairs[0][0].release()
+    assert [served_by(*pair) for pair in pairs] == [0, 8]
+
+
+def pieces_runner(pool: GraphPool) -> tuple[GraphRunner, list[CPUGraphWrapper]]:
+    """A runner over two pieces that its forward has wrapped itself."""
+    pieces = [CPUGraphWrapper(lambda x: x + 0.5, PIECEWISE, pool=pool) for _ in range(2)]
+    served = GraphRunner(
+        lambda x: pieces[1](pieces[0](x)),
+        sizes=[2, 4, 8],
+        mode="PIECEWISE",
+        pieces="fx",
+        pool=pool,
+        inputs={"x": InputSpec(torch.float32, ("tokens", 4))},
+        outputs=("tokens", 4),
+    )
+    served.capture()
+    return served, pieces
+
+
+@pytest.mark.parametrize("lost", [[0], [1], [0, 1]])
+def test_a_graph_that_one_of_its_pieces_has_lost_is_withdrawn_and_captured_whole_again(lost):
+    served, pieces = pieces_runner(GraphPool("cpu"))
+    descriptor = served.dispatcher.dispatch(Batch(3)).descriptor
+    for piece in lost:
+        pieces[piece].drop(descriptor)
+    x = torch.ones(3, 4)
+    assert torch.equal(served(x=x), x + 1)
+    assert served.last_dispatch is not None
+    assert served.last_dispatch.descriptor.num_tokens == 8
+    served.capture()
+    assert torch.equal(served(x=x), x + 1)
+    assert served.last_dispatch.descriptor.num_tokens == 4
+    assert [len(piece.entries) for piece in pieces] == [3, 3]
+    assert served.report().reasons[Reason.MISSING_GRAPH] == 0
+
+
+def test_a_step_whose_forward_no_longer_calls_its_wrappers_is_no_hit():
+    served, pieces = pieces_runner(GraphPool("cpu"))
+    x = torch.ones(3, 4)
+    served(x=x)
+    hits = served.report().reasons[Reason.HIT]
+    pieces[:] = [piece.runnable for piece in pieces]
+    assert torch.equal(served(x=x), x + 1)
+    reasons = served.report().reasons
+    assert (reasons[Reason.HIT], reasons[Reason.MISSING_GRAPH]) == (hits, 1)
+
+
+def test_a_piece_that_was_moved_to_another_pool_takes_its_graphs_along_when_that_is_cleared():
+    served, pieces = pieces_runner(GraphPool("cpu"))
+    other, x = GraphPool("cpu"), torch.ones(3, 4)
+    pieces[0].clear_graphs()
+    pieces[0].move_to(other)
+    served.capture()
+    assert torch.equal(served(x=x), x + 1)
+    assert served.last_dispatch is not None and served.last_dispatch.reason is Reason.HIT
+    other.clear_graphs()
+    assert torch.equal(served(x=x), x + 1)
+    assert served.last_dispatch.reason is Reason.NOT_CAPTURED
+
+
+def test_a_hosts_dispatcher_no_longer_serves_a_graph_that_its_sealed_wrapper_has_dropped():
+    dispatcher, wrapped, x = GraphDispatcher(FULL), wrapper(lazy=True), torch.ones(4)
+    for tokens in (4, 8):
+        with dispatcher.step(Batch(tokens)) as context:
+            assert context.mode is GraphMode.NONE
+        descriptor = BatchDescriptor(tokens)
+        with forward_context(FULL, descriptor):
+            wrapped(x)
+        dispatcher.publish(FULL, descriptor)
+        with dispatcher.step(Batch(tokens)):
+            wrapped(x)
+    wrapped.seal()
+    wrapped.drop(BatchDescriptor(4))
+    for _ in range(2):
+        with dispatcher.step(Batch(3)) as context:
+            assert context.descriptor == BatchDescriptor(8)
+            wrapped(x)
+    wrapped.clear_graphs()
+    with dispatcher.step(Batch(3)) as context:
+        assert context.descriptor == BatchDescriptor(8)  # lazy: it captures again here
+        wrapped(x)
+    assert [*wrapped.entries] == [BatchDescriptor(8)]
+    assert dispatcher.counts()[Reason.MISSING_GRAPH] == 0
 
 
 @pytest.mark.parametrize("argument", [{"options": {"lazy": True}}, {"pool": 5}])

@@ -6,6 +6,7 @@ import gc
 import sys
 import weakref
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.reduction import ForkingPickler
 
 import pytest
@@ -557,6 +558,35 @@ def test_outputs_that_lack_their_declared_axes_are_refused_at_capture(forward, o
     with pytest.raises(OutputError):
         run.capture()
     run(x=rows(9))  # it serves eagerly, and what was captured before serves too
+
+
+def holding_itself(kind, x):
+    """Outputs that hold themselves."""
+    if kind == "dict":
+        named = {"y": x + 1}
+        named["all"] = named
+        return named
+    listed = [x + 1]
+    listed += [listed, listed] if kind == "twice" else [(listed,)]
+    return listed
+
+
+@pytest.mark.parametrize("kind", ["list", "twice", "dict"])
+@pytest.mark.parametrize("mode", MODES)
+def test_outputs_that_hold_themselves_are_refused_by_name(mode, kind):
+    run = GraphRunner(partial(holding_itself, kind), mode=mode, sizes=[2, 4], inputs=X)
+    for use in (lambda: run(x=rows(3)), run.capture):
+        with pytest.raises(OutputError, match="holds itself"):
+            use()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_output_on_the_meta_device_is_refused_by_name(mode):
+    run = GraphRunner(
+        lambda x: {"y": x + 1, "shape": x.to("meta")}, mode=mode, sizes=[2, 4], inputs=X
+    )
+    with pytest.raises(OutputError, match=r"no values, at \['shape'\]"):
+        run.capture()
 
 
 def test_a_transposed_output_of_square_size_is_refused_against_its_declared_axes():

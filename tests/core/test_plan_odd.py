@@ -206,8 +206,101 @@ def test_strict_names_the_mode_if_the_budget_drops_all_graphs() -> None:
 # Sizes that nothing reaches, and none at all -----------------------------------------------------
 
 
-def test_explicit_sizes_above_max_num_tokens_are_kept_in_the_plan() -> None:
-    assert plan("FULL", sizes=[1, 64, 128], max_num_tokens=32).sizes.mixed == (1, 64, 128)
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "FULL_AND_PIECEWISE", "FULL_DECODE_ONLY"])
+def test_sizes_above_max_num_tokens_are_left_out_with_a_line(mode: str) -> None:
+    subject = plan(mode, sizes=[1, 32, 64, 128], max_num_tokens=32)
+    assert max(descriptor.num_tokens for _, descriptor in subject.keys) == 32
+    assert "left out: sizes above max_num_tokens=32: 64 128" in subject.lines()
+    assert not any("left out" in line for line in plan(mode, sizes=[1, 32]).lines())
+
+
+def test_sizes_that_are_all_above_max_num_tokens_are_refused() -> None:
+    with pytest.raises(InvalidOptionError, match="max_num_tokens leaves no capture size"):
+        plan("FULL", sizes=[64], max_num_tokens=32)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "largest"),
+    [
+        ({"max_num_tokens": 8192, "max_num_reqs": 600, "max_size": 300}, 288),
+        ({"max_num_tokens": 64, "max_num_reqs": 8, "max_size": 100}, 64),
+        ({"sizes": [1, 2, 4], "max_num_reqs": 4, "max_size": 100}, 4),
+    ],
+)
+def test_a_max_size_that_no_graph_has_is_said(arguments: Any, largest: int) -> None:
+    subject = plan("PIECEWISE", **arguments)
+    assert subject.keys[0][1].num_tokens == largest
+    note = f"Note: the largest size is {largest} instead of max_size={arguments['max_size']}"
+    assert note in subject.lines() and f"Sizes, at most {largest} tokens:" in subject.lines()
+    reached = plan("PIECEWISE", **{**arguments, "max_size": largest})
+    assert not any("instead of" in line for line in reached.lines())
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "FULL_AND_PIECEWISE", "FULL_DECODE_ONLY"])
+def test_no_graph_has_more_active_loras_than_tokens(mode: str) -> None:
+    subject = plan(mode, sizes=[1, 2, 4, 8], loras=(0, 2, 6, None))
+    loras = {size: set() for size in (1, 2, 4, 8)}
+    for _, descriptor in subject.keys:
+        loras[descriptor.num_tokens].add((descriptor.has_lora, descriptor.num_active_loras))
+    common = {(False, 0), (True, 0)}
+    assert loras == {
+        1: common | {(True, 1)},
+        2: common | {(True, 2)},
+        4: common | {(True, 2), (True, 4)},
+        8: common | {(True, 2), (True, 6)},
+    }
+    assert len(subject.keys) == len(set(subject.keys))
+
+
+@pytest.mark.parametrize("mode", ["PIECEWISE", "FULL_AND_PIECEWISE"])
+def test_pieces_that_are_asked_for_by_name_reach_prompts(mode: str) -> None:
+    few = {"max_num_reqs": 2, "max_num_tokens": 4096}
+    assert plan(mode, **few).sizes.mixed[-1] == 512
+    assert plan(mode, **{**few, "max_num_tokens": 300}).sizes.mixed[-2:] == (288, 300)
+    assert plan(mode, **few, max_size=64).sizes.mixed[-1] == 64
+    # Decode is as without the name.
+    assert plan(mode, **few).sizes.decode == plan(None, **few).sizes.decode == {1: (1, 2)}
+    assert plan(None, **few).sizes.mixed == (1, 2, 4)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.integers(1, 300),
+    st.integers(1, 900),
+    st.none() | st.lists(st.integers(1, 300), min_size=1, max_size=4, unique=True).map(sorted),
+    st.none() | st.integers(1, 64),
+    st.sampled_from([None, "PIECEWISE", "FULL_AND_PIECEWISE", "FULL"]),
+)
+def test_the_plans_note_of_prompts_without_a_graph_matches_the_dispatcher(
+    reqs, tokens, own, max_size, mode
+):
+    arguments = {"max_num_reqs": reqs, "max_num_tokens": tokens, "sizes": own, "max_size": max_size}
+    try:
+        subject = plan(mode, **arguments)
+    except InvalidOptionError:
+        return
+    dispatcher = GraphDispatcher(subject.mode)
+    for key in subject.keys:
+        dispatcher.publish(*key)
+    eager = [n for n in range(1, tokens + 1) if dispatcher.peek(Batch(n, 1)).slot < 0]
+    notes = [line for line in subject.lines() if "prompts and mixed batches" in line]
+    assert len(notes) == bool(eager)
+    if eager:
+        assert f"of {eager[0]} to {eager[-1]} tokens" in notes[0]
+
+
+@pytest.mark.parametrize("name", ["device_bytes", "capture_s", "streams"])
+def test_a_limit_without_costs_of_every_captured_mode_is_refused(name: str) -> None:
+    cost = {GraphMode.FULL: GraphCost(**{name: 1})}
+    with pytest.raises(InvalidOptionError, match=f"{name} needs the cost of a PIECEWISE graph"):
+        plan("FULL_AND_PIECEWISE", sizes=[1, 2], budget=Budget(**{name: 8}, cost=cost))
+    assert len(plan("FULL", sizes=[1, 2], budget=Budget(**{name: 8}, cost=cost)).keys) == 2
+    assert plan("NONE", sizes=[1, 2], budget=Budget(**{name: 8})).keys == ()
+    zero = {GraphMode.FULL: GraphCost(), GraphMode.PIECEWISE: GraphCost(**{name: 1})}
+    assert len(plan("FULL", sizes=[1, 2], budget=Budget(**{name: 8}, cost=zero)).keys) == 2
+    others = {GraphMode.FULL: GraphCost(graphs=2)}
+    with pytest.raises(InvalidOptionError, match="FULL graph"):
+        plan("FULL", sizes=[1, 2], budget=Budget(**{name: 8}, cost=others))
 
 
 def test_a_query_length_above_max_num_tokens_is_refused() -> None:
@@ -353,6 +446,23 @@ def test_loading_any_edited_plan_file_works_or_raises_a_plan_file_error(
         else:
             holder[path[-1]] = value
         load(tmp_path, content)
+
+
+def test_control_characters_of_a_plan_file_are_escaped_wherever_they_are_shown(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    clear = "\x1b[2J\x9b1A\r"
+    content = file_content()
+    content["arguments"]["attention"] = {clear: "UNIFORM_BATCH"}
+    content["printed"].append(clear)
+    with pytest.warns(PlanChangedWarning) as warned:
+        loaded = Plan.load(forged(tmp_path, content), platform="cpu")
+    content["arguments"]["mode"] = clear
+    with pytest.raises(PlanFileError) as caught:
+        Plan.load(forged(tmp_path, content), platform="cpu")
+    shown = [str(loaded), *(str(each.message) for each in warned), str(caught.value), caplog.text]
+    assert all("\x1b" not in each and "\x9b" not in each and "\r" not in each for each in shown)
+    assert "\\x1b[2J\\x9b1A" in shown[0] and "\\x1b[2J\\x9b1A" in shown[1]
 
 
 def test_a_plan_file_with_an_unknown_argument_is_refused(tmp_path: Path) -> None:

@@ -314,14 +314,102 @@ def test_a_broken_entry_point_does_not_stop_the_remaining_plugins_from_loading(
     monkeypatch.setattr(plugins, "entry_points", scan)
     known_platforms = PlatformRegistry({})
     assert scans == []
-    with pytest.warns(PluginWarning) as warned:
+    with pytest.warns(PluginWarning, match="left out") as warned:
+        known_platforms.platforms()
+    with pytest.warns(PluginWarning, match="'mine' of the installed plugin good is the default"):
         assert known_platforms.current({}).name == "mine"
-    known_platforms.platforms()
     assert scans == ["graphrt"] and len(warned) == 2
     errors = {each.plugin: each.error for each in known_platforms.platforms()}
     assert errors["good"] is None
     assert "no_such_module_at_all" in str(errors["broken"])
     assert "no graphrt hook" in str(errors["empty"])
+
+
+# The variable that names plugins ------------------------------------------------------------------
+
+
+@pytest.fixture
+def two_installed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Plugins "one" (available) and "two" (not) are installed; the list is of those imported."""
+    loaded: list[str] = []
+
+    def load(self: EntryPoint) -> Any:
+        loaded.append(self.name)
+        return Plugin(StubPlatform(self.name, self.name == "one"))
+
+    monkeypatch.setattr(EntryPoint, "load", load)
+    listed = EntryPoints([entry("one", "stub_one"), entry("two", "stub_two")])
+    monkeypatch.setattr(plugins, "entry_points", lambda group: listed)
+    return loaded
+
+
+@pytest.mark.usefixtures("built_ins")
+@pytest.mark.parametrize(
+    ("value", "imported"),
+    [("off", []), (" off ", []), ("one", ["one"]), ("two, one", ["one", "two"]), ("two,", ["two"]),
+     ("", ["one", "two"]), (" ", ["one", "two"])],
+)  # fmt: skip
+def test_graphrt_plugins_says_which_installed_plugins_are_imported(
+    value: str, imported: list[str], two_installed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRAPHRT_PLUGINS", value)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error" if value.strip() else "ignore", PluginWarning)
+        current = PlatformRegistry(table("cpu")).current()
+    assert two_installed == imported
+    assert current.name == ("one" if "one" in imported else "cpu")
+
+
+def test_graphrt_plugins_warns_of_a_name_that_no_plugin_has(
+    two_installed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRAPHRT_PLUGINS", "one,tow")
+    with pytest.warns(PluginWarning, match="names 'tow', and no such plugin"):
+        PlatformRegistry({}).platforms()
+    assert two_installed == ["one"]
+
+
+def test_a_plugin_that_becomes_the_default_unnamed_is_warned_of_once(
+    two_installed: list[str],
+) -> None:
+    known_platforms = PlatformRegistry({})
+    with pytest.warns(PluginWarning) as warned:
+        assert [known_platforms.current({}).name for _ in range(3)] == ["one"] * 3
+    (warning,) = warned
+    text = str(warning.message)
+    assert "'one' of the installed plugin one is the default here: module stub_one. To keep" in text
+    assert "GRAPHRT_PLATFORM=one" in text and "GRAPHRT_PLUGINS=off" in text
+    assert warning.filename == __file__
+    assert two_installed == ["one", "two"]
+
+
+@pytest.mark.usefixtures("two_installed", "built_ins")
+def test_a_platform_that_was_named_or_registered_gives_no_warning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PluginWarning)
+        known_platforms = PlatformRegistry({})
+        assert known_platforms.current({"GRAPHRT_PLATFORM": "one"}).name == "one"
+        assert known_platforms.current({}).name == "one"
+        known_platforms = PlatformRegistry({})
+        assert known_platforms.get("one") is known_platforms.current({})
+        own = PlatformRegistry({}, group=None)
+        own.register(Plugin(StubPlatform("mine")))
+        assert own.current({}).name == "mine"
+
+
+def test_a_platform_name_that_cannot_be_printed_is_refused() -> None:
+    known_platforms = registry(StubPlatform("\x1b[2Jevil"), StubPlatform("good"))
+    with pytest.warns(PluginWarning, match="the platform's name cannot be printed"):
+        assert known_platforms.current({}).name == "good"
+
+
+def test_control_characters_of_a_broken_plugin_are_escaped() -> None:
+    known_platforms = registry(RuntimeError("\x1b[2J\x9b1A"))
+    with pytest.warns(PluginWarning, match=r"\\x1b\[2J\\x9b1A"):
+        (broken,) = known_platforms.platforms()
+    assert "\x1b" not in str(broken.error) and "\x1b" not in broken.availability.reason
 
 
 # Built-ins ---------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from graphrt import (
 from graphrt.core.base.errors import (
     BreakError,
     CaptureError,
+    GraphsDroppedWarning,
     InvalidBatchError,
     InvalidInputError,
     InvalidOptionError,
@@ -44,8 +45,10 @@ from graphrt.core.base.errors import (
     PoolClosedError,
     StaleInputError,
 )
+from graphrt.core.device.contract import EndedCaptureError
 from graphrt.core.replay.recording import current_capture
 from graphrt.cpu import CPUGraphWrapper, CpuPlatform
+from graphrt.cuda.explain import explain
 
 
 def in_thread(call: Any) -> Any:
@@ -732,3 +735,76 @@ def test_verify_on_a_closed_runner_raises_pool_closed():
     served.close()
     with pytest.raises(PoolClosedError, match="runner is closed"):
         served.verify(x=rows(2))
+
+
+# What ends a capture, or leaves it no room --------------------------------------------------------
+
+
+class Ended(CpuPlatform):
+    """Some captures end as on CUDA when another thread waits for the device."""
+
+    def __init__(self, *ended: int) -> None:
+        super().__init__()
+        self._ended, self.captures = ended, 0
+
+    def end_capture(self, graph: Any) -> bool:
+        self.captures += 1
+        if self.captures in self._ended:
+            raise EndedCaptureError.of("invalidated")
+        return super().end_capture(graph)
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_a_capture_that_another_thread_has_ended_is_made_once_more(mode):
+    count = torch.zeros(1)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        count.add_(1)
+        return x + 1
+
+    platform = Ended(2)
+    run = runner(forward, platform=platform, mode=mode, sizes=[2, 4])
+    run.capture()
+    assert (platform.captures, count.item()) == (3, 0)
+    assert torch.equal(run(x=rows(3)), rows(3) + 1)
+    assert run.last_dispatch.reason is Reason.HIT
+
+
+def test_a_capture_that_is_ended_twice_raises_an_error_that_names_the_lock():
+    platform = Ended(2, 3)
+    run = runner(lambda x: x + 1, platform=platform, sizes=[2, 4])
+    with pytest.raises(CaptureError, match="capture_lock"):
+        run.capture()
+    assert [each.descriptor.num_tokens for each in run.report().graphs] == [4]
+    run.capture()
+    assert len(run.report().graphs) == 2
+
+
+class Full(CpuPlatform):
+    """Errors are explained as on CUDA."""
+
+    def explain(self, error: BaseException) -> CaptureError:
+        return error if isinstance(error, CaptureError) else explain(error)
+
+
+@pytest.mark.parametrize("check", ["capture", "off"])
+@pytest.mark.parametrize("while_captured", [False, True])
+def test_the_memory_of_a_graph_without_room_is_free_for_the_smaller_ones(while_captured, check):
+    """No garbage is collected during captures, so an error that keeps itself would keep it."""
+    large = list[Any]()
+    held = list[int]()
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        held.append(sum(each() is not None for each in large))
+        memory = torch.empty(1000)
+        large.append(weakref.ref(memory))
+        if len(x) > 2 and (current_capture() is not None or not while_captured):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return x + 1
+
+    options = GraphOptions(check=check)
+    run = runner(forward, platform=Full(), sizes=[1, 2, 4, 8], options=options)
+    with pytest.warns(GraphsDroppedWarning):
+        run.capture()
+    assert sum(held) == 0
+    assert [each.descriptor.num_tokens for each in run.report().graphs] == [2, 1]

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from graphrt import GraphOptions, GraphRTError, GraphRunner, InputSpec, Plan
+from graphrt import Batch, GraphOptions, GraphRTError, GraphRunner, InputSpec, Plan
 from graphrt.core.base.errors import (
+    InvalidBatchError,
     InvalidInputError,
     InvalidOptionError,
     PlanFileError,
@@ -59,6 +60,18 @@ def test_input_buffers_too_large_for_any_machine_are_refused_before_allocation(m
     with pytest.raises((InvalidInputError, InvalidOptionError)) as caught:
         make(number)
     assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("number", [1 << 63, 10**400, UNPRINTABLE], ids=["2**63", "400", "5000"])
+@pytest.mark.parametrize("field", ["num_tokens", "num_reqs", "query_len", "num_active_loras"])
+def test_a_batch_with_a_count_that_no_int64_holds_is_refused_by_name(field, number):
+    served = runner()
+    batch = Batch(**{"num_tokens": 4, field: number})
+    x = torch.ones(4, 4)
+    for use in (served.dispatcher.dispatch, served.slot, lambda batch: served(batch, input=x)):
+        with pytest.raises(InvalidBatchError, match=field) as caught:
+            use(batch)
+        assert len(str(caught.value)) < 1000
 
 
 def test_an_input_with_a_huge_axis_before_its_batch_axis_is_refused():

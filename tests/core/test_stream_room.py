@@ -22,9 +22,9 @@ from graphrt import (
     forward_context,
 )
 from graphrt.core.base.errors import GraphsDroppedWarning, ResourceExhaustedError, StreamBudgetError
+from graphrt.core.runner.streams import WorkCount
 from graphrt.cpu import CpuPlatform
 from graphrt.platforms import GraphWork, StreamRoom
-from graphrt.core.runner.streams import WorkCount
 
 SIZES = [1, 2, 3, 4, 6, 8]
 FULL, PIECEWISE = GraphMode.FULL, GraphMode.PIECEWISE

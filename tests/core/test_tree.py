@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from graphrt.core.base import tree
+from graphrt.core.base.errors import OutputError
 
 
 @dataclass
@@ -44,8 +45,8 @@ def test_map_leaves_maps_only_tensors_by_default() -> None:
 
 
 @pytest.mark.parametrize("walk", [tree.leaves, tree.tensors, lambda x: tree.map_leaves(id, x)])
-def test_walking_a_container_that_contains_itself_raises_recursion_error(walk: Any) -> None:
+def test_walking_a_container_that_contains_itself_raises_a_named_error(walk: Any) -> None:
     itself: list[Any] = [1]
     itself += [itself, itself]
-    with pytest.raises(RecursionError):
+    with pytest.raises(OutputError, match="holds itself"):
         walk(Hidden(itself, 1))

@@ -1,13 +1,18 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from cpu_capturing import capture, modes_left
 from torch import nn
+from torch._higher_order_ops.map import map as map_rows
+from torch._higher_order_ops.scan import scan
+from torch._higher_order_ops.while_loop import while_loop
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.utils import rnn
 
 from graphrt import GraphOptions, GraphRunner, InputSpec, Reason, eager_break
@@ -18,6 +23,8 @@ from graphrt.core.base.errors import (
     RefusedOpError,
 )
 from graphrt.cpu import Arena, TapeGraph
+
+higher_order = SimpleNamespace(map=map_rows, scan=scan, while_loop=while_loop)
 
 X = torch.arange(4.0)
 MASK = torch.tensor([True, False, True, True])
@@ -152,17 +159,19 @@ def test_a_host_read_for_an_argument_of_one_hot_is_refused_as_host_read(read):
         capture(read)
 
 
-def encode(check: str, **options: bool) -> tuple[nn.Module, GraphRunner]:
-    """An encoder that is given a padding mask, and its runner."""
+def encode(
+    check: str, pad: bool = False, keeps: bool = False, **options: bool
+) -> tuple[nn.Module, GraphRunner]:
+    """An encoder that is given a padding mask, or with `keeps` the places to keep; its runner."""
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     encoder = nn.TransformerEncoder(layer, 2, **options).eval()
     runner = GraphRunner(
-        lambda x, mask: encoder(x, src_key_padding_mask=mask),
+        lambda x, mask: encoder(x, src_key_padding_mask=mask ^ keeps),
         mode="FULL",
         sizes=[2],
         inputs={
             "x": InputSpec(torch.float32, ("rows", 5, 8)),
-            "mask": InputSpec(torch.bool, ("rows", 5)),
+            "mask": InputSpec(torch.bool, ("rows", 5), pad=pad),
         },
         outputs=("rows", 5, 8),
         options=GraphOptions(check=check),
@@ -187,6 +196,39 @@ def test_an_encoder_that_makes_nested_tensors_is_refused_with_advice(check):
         assert served.last_dispatch.reason is Reason.HIT
         with torch.no_grad():
             assert torch.equal(out, encoder(x, src_key_padding_mask=mask))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("kind", [{"keeps": True}, {"pad": True}])
+def test_an_encoder_whose_padding_hides_whole_rows_is_refused_with_advice_that_serves(kind):
+    _, refused = encode("capture", **kind)
+    with pytest.raises(CaptureSyncError, match="hides all") as caught:
+        refused.capture()
+    assert "encode" in str(caught.value)
+    encoder, served = encode("capture", **kind, enable_nested_tensor=False)
+    served.capture()
+    keeps = kind.get("keeps", False)
+    x, mask = torch.rand(2, 5, 8), torch.zeros(2, 5, dtype=torch.bool)
+    mask[0, 3:] = True
+    for _ in range(2):
+        out = served(x=x, mask=mask ^ keeps)
+        assert served.last_dispatch.reason is Reason.HIT
+        with torch.no_grad():
+            assert torch.equal(out, encoder(x, src_key_padding_mask=mask))
+
+
+def test_an_error_of_the_forward_in_a_warm_up_says_what_padding_it_was_given():
+    served = GraphRunner(
+        lambda ids: torch.ones(4, 2)[ids],
+        mode="FULL",
+        sizes=[2],
+        inputs={"ids": InputSpec(torch.int64, ("rows",), pad=9)},
+        platform="cpu",
+    )
+    with pytest.raises(IndexError) as caught:
+        served.capture()
+    notes = "".join(getattr(caught.value, "__notes__", ["ids=9"]))
+    assert "ids=9" in notes
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -412,3 +454,107 @@ def test_an_operator_that_breaks_inside_is_refused_with_advice_to_use_breaks():
         x = torch.randn(rows, 2)
         assert torch.equal(runner(x=x), (x + 1) * 2 - 1)
         assert runner.last_dispatch.reason is Reason.HIT
+
+
+# Higher-order operators ---------------------------------------------------------------------------
+
+
+def chosen(x: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
+    return torch.cond(condition, lambda x: x * 2, lambda x: x - 1, (x,))
+
+
+def turned(x: torch.Tensor) -> torch.Tensor:
+    start = torch.zeros((), dtype=torch.int64)
+    loop = higher_order.while_loop
+    return loop(lambda i, x: i < 3, lambda i, x: (i + 1, x * 2), (start, x))[1]
+
+
+HIGHER_ORDER = {
+    "cond": (lambda x: chosen(x, x.sum() > 0), CaptureSyncError, "torch.where"),
+    "while_loop": (turned, CaptureSyncError, "Python loop"),
+    "map": (lambda x: higher_order.map(lambda row: row * 2, x), RefusedOpError, "directly"),
+    "scan": (
+        lambda x: higher_order.scan(lambda c, y: (c + y, c * y), torch.zeros(4), x)[1],
+        RefusedOpError,
+        "directly",
+    ),
+}
+
+
+def runner_of(forward, width: int = 4, **arguments) -> GraphRunner:
+    return GraphRunner(
+        forward,
+        mode=arguments.pop("mode", "FULL"),
+        sizes=[2, 4],
+        inputs={"x": InputSpec(torch.float32, ("tokens", width))},
+        outputs=("tokens", width),
+        platform="cpu",
+        **arguments,
+    )
+
+
+@pytest.mark.parametrize("name", HIGHER_ORDER)
+def test_a_higher_order_operator_that_no_replay_repeats_is_refused_with_line_and_advice(name):
+    forward, error, advice = HIGHER_ORDER[name]
+    served = runner_of(forward)
+    with pytest.raises(error, match=name) as caught:
+        served.capture()
+    assert caught.value.advice is not None and advice in caught.value.advice
+    assert __file__ in str(caught.value.source)
+    x = torch.rand(3, 4)
+    assert torch.equal(served(x=x), forward(x))
+
+
+@pytest.mark.parametrize("name", HIGHER_ORDER)
+def test_a_higher_order_operator_runs_in_an_eager_break(name):
+    forward, _, _ = HIGHER_ORDER[name]
+    part = eager_break(lambda x: forward(x) * 1)
+    served = runner_of(lambda x: part(x * 1) + 1, mode="PIECEWISE")
+    served.capture()
+    for x in (torch.rand(4, 4), -torch.rand(4, 4)):
+        assert torch.equal(served(x=x), forward(x) + 1)
+        assert served.last_dispatch.reason is Reason.HIT
+
+
+@pytest.mark.parametrize("condition", [True, False])
+def test_a_cond_on_a_constant_is_served_by_its_branch(condition):
+    served = runner_of(lambda x: chosen(x, torch.tensor(condition)))
+    served.capture()
+    for _ in range(2):
+        x = torch.rand(3, 4)
+        assert torch.equal(served(x=x), x * 2 if condition else x - 1)
+        assert served.last_dispatch.reason is Reason.HIT
+
+
+class Flexible(nn.Module):
+    """Causal attention by `flex_attention`, with a score of its own that reads a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Linear(8, 24)
+        self.register_buffer("bias", torch.rand(8))
+
+    def forward(self, x):
+        q, k, v = (part[None, None] for part in self.weight(x).chunk(3, -1))
+
+        def score(scores, batch, head, i, j):
+            return torch.where(i >= j, scores + self.bias[(i - j) % 8], -float("inf"))
+
+        return flex_attention(q, k, v, score_mod=score)[0, 0]
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("check", ["capture", "always"])
+def test_flex_attention_is_served_and_a_buffer_of_its_score_is_watched(check):
+    model = Flexible().eval()
+    served = runner_of(model, 8, options=GraphOptions(check=check))
+    served.capture()
+    for tokens in (1, 2, 3, 4):
+        x = torch.rand(tokens, 8)
+        with torch.no_grad():
+            torch.testing.assert_close(served(x=x), model(x))
+        assert served.last_dispatch.reason is Reason.HIT
+    model.bias = torch.rand(8)
+    for _ in range(40):
+        served(x=x)
+    assert served.last_dispatch.reason is Reason.QUARANTINED

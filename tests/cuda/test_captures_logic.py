@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from graphrt.core.device.captures import OpenCapture
+from graphrt.core.replay.recording import drawn_from
 from graphrt.cuda import captures, memory
 from graphrt.cuda.captures import CudaCaptures
 from graphrt.trust.watching.watch import IssuedWatch
@@ -46,6 +48,25 @@ def test_no_torch_dispatch_mode_is_active_while_a_capture_begins(monkeypatch, in
         assert torch.is_inference_mode_enabled() is inference
     assert graph.begun == [("pool", "thread_local", [], False)]
     assert watch.operators == []
+
+
+def test_generators_of_the_device_are_registered_before_a_capture_begins(monkeypatch):
+    class Registering(Graph):
+        def register_generator_state(self, generator: Any) -> None:
+            self.begun.append(generator)
+
+    monkeypatch.setattr(captures, "_check_room", lambda: None)
+    monkeypatch.setattr(captures.ForkWatch, "begin", lambda self: None)
+    of_device = SimpleNamespace(device=torch.device("cuda", 0))
+    token = drawn_from.set([torch.Generator(), of_device])
+    try:
+        graph, tasks = Registering(), None
+        opened: Any = OpenCapture("stream", Memory(), "pool")
+        CudaCaptures(tasks)._begin(graph, opened)
+    finally:
+        drawn_from.reset(token)
+    assert graph.begun[0] is of_device
+    assert graph.begun[1][0] == "pool"
 
 
 def test_no_torch_dispatch_mode_is_active_while_a_pool_is_held(monkeypatch):

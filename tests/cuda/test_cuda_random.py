@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from graphrt import GraphRunner, InputSpec, Reason, eager_break
-from graphrt.errors import GraphQuarantinedWarning
+from graphrt import GraphOptions, GraphRunner, InputSpec, Reason, eager_break
+from graphrt.errors import CaptureError, GraphQuarantinedWarning
 
 pytestmark = pytest.mark.cuda
 
@@ -56,6 +56,40 @@ DRAWING = {
 def test_random_numbers_in_padded_rows_do_not_count_as_mixed_rows(name, mode):
     part = eager_break(DRAWING[name])
     goes_on(DRAWING[name] if mode == "FULL" else lambda x: part(x + 1) * 2, mode)
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_a_generator_of_the_forwards_own_goes_on_from_step_to_step(mode):
+    own, twin = (torch.Generator("cuda").manual_seed(3) for _ in range(2))
+
+    def forward(x, generator=own):
+        return x + torch.rand(x.shape, generator=generator, device=x.device)
+
+    runner = runner_of(forward, mode)
+    for count in (8, 8, 4, 8, 4, 4):
+        x = torch.randn(count, WIDTH, device="cuda")
+        assert torch.equal(runner(x=x), forward(x, twin))
+        assert runner.last_dispatch is not None
+        assert runner.last_dispatch.reason is Reason.HIT
+    # The host seeds it between two steps.
+    own.manual_seed(5)
+    twin.manual_seed(5)
+    assert torch.equal(runner(x=x), forward(x, twin))
+
+
+def test_a_generator_that_no_warm_up_was_given_is_named_at_the_capture():
+    own = torch.Generator("cuda")
+    options = GraphOptions(check="off")
+    runner = GraphRunner(
+        lambda x: x + torch.rand(x.shape, generator=own, device=x.device),
+        mode="FULL",
+        sizes=[4],
+        inputs={"x": X},
+        options=options,
+        platform="cuda",
+    )
+    with pytest.raises(CaptureError, match="random generator that no watched warm-up"):
+        runner.capture()
 
 
 def test_an_eager_part_may_draw_random_numbers_and_read_the_clock():

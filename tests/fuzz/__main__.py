@@ -1,4 +1,5 @@
-"""Run random programs: `python -m tests.fuzz --count 5000 --seed 0`."""
+"""Run random programs: `python -m tests.fuzz --count 5000 --seed 0`, on the CPU or on the platform
+that `--platform` or GRAPHRT_PLATFORM names."""
 
 from __future__ import annotations
 
@@ -13,6 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from graphrt import get_platform
+from graphrt.errors import PlatformError
 from tests.fuzz.counting import Counts, counted, counted_apart, judged_on, work
 from tests.fuzz.minimising import minimised
 from tests.fuzz.printing import printed
@@ -27,7 +30,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0, help="number of the first program")
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    named = os.environ.get("GRAPHRT_PLATFORM") or "cpu"
+    parser.add_argument("--platform", default=named, help=f"its name (default: {named})")
     parser.add_argument("--mode", choices=("FULL", "PIECEWISE", "FULL_AND_PIECEWISE"))
     parser.add_argument("--one-process", action="store_true", help="all programs in this one")
     parser.add_argument("--show", action="store_true", help="print the program of --seed, run it")
@@ -35,21 +39,26 @@ def main() -> int:
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    if arguments.device == "cuda":
+    try:
+        device = get_platform(arguments.platform).device_type
+    except PlatformError as error:
+        parser.error(str(error))
+    if device == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     numbers = range(arguments.seed, arguments.seed + arguments.count)
     if arguments.work:
-        work(numbers, arguments.device, arguments.mode)
+        work(numbers, arguments.platform, arguments.mode)
         return 0
     if arguments.show:
         program = program_of(arguments.seed, arguments.mode)
-        verdict = judge(program, arguments.device)
-        print(printed(program, f"{verdict.outcome} {verdict.reason}", arguments.device))
+        verdict = judge(program, arguments.platform)
+        print(printed(program, f"{verdict.outcome} {verdict.reason}", arguments.platform))
         print(verdict.outcome, verdict.reason, verdict.detail)
         return int(verdict.is_defect)
     console = Console()
     began = time.perf_counter()
     run = counted if arguments.one_process else counted_apart
+    console.print(f"platform {arguments.platform}, on {device}")
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -62,7 +71,7 @@ def main() -> int:
         def progress(number: int, counts: Counts) -> None:
             bar.update(task, completed=counts.total, description=_said(counts))
 
-        counts = run(numbers, arguments.device, arguments.mode, progress)
+        counts = run(numbers, arguments.platform, arguments.mode, progress)
     _print_table(console, counts, time.perf_counter() - began)
     for number in list(counts.defects)[:_SHOWN]:
         _print_defect(console, number, counts, arguments)
@@ -95,8 +104,8 @@ def _print_defect(
     console.print(verdict.detail, markup=False, highlight=False)
     program = program_of(number, arguments.mode)
     if verdict.outcome != "crash":
-        program = minimised(program, judged_on(arguments.device))
-    text = printed(program, f"{verdict.outcome}: {verdict.detail}", arguments.device)
+        program = minimised(program, judged_on(arguments.platform))
+    text = printed(program, f"{verdict.outcome}: {verdict.detail}", arguments.platform)
     console.print(text, markup=False, highlight=False)
     if arguments.save is not None:
         arguments.save.mkdir(parents=True, exist_ok=True)

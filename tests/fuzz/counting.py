@@ -45,14 +45,14 @@ class Counts:
 
 def counted(
     numbers: range,
-    device: str = "cpu",
+    platform: str = "cpu",
     mode: str | None = None,
     progress: Callable[[int, Counts], None] | None = None,
 ) -> Counts:
     """Run the programs of these numbers in this process."""
     counts = Counts()
     for number in numbers:
-        counts.add(number, judge(program_of(number, mode), device))
+        counts.add(number, judge(program_of(number, mode), platform))
         if progress is not None:
             progress(number, counts)
     return counts
@@ -60,7 +60,7 @@ def counted(
 
 def counted_apart(
     numbers: range,
-    device: str = "cpu",
+    platform: str = "cpu",
     mode: str | None = None,
     progress: Callable[[int, Counts], None] | None = None,
 ) -> Counts:
@@ -69,7 +69,7 @@ def counted_apart(
     at = numbers.start
     while at < numbers.stop:
         stop = min(at + _CHUNK, numbers.stop)
-        for number, verdict in _chunk(at, stop, device, mode):
+        for number, verdict in _chunk(at, stop, platform, mode):
             counts.add(number, verdict)
             at = number + 1
             if progress is not None:
@@ -80,9 +80,9 @@ def counted_apart(
     return counts
 
 
-def _chunk(start: int, stop: int, device: str, mode: str | None) -> Iterator[tuple[int, Verdict]]:
+def _chunk(start: int, stop: int, platform: str, mode: str | None) -> Iterator[tuple[int, Verdict]]:
     command = [sys.executable, "-m", "tests.fuzz", "--work", f"--seed={start}"]
-    command += [f"--count={stop - start}", f"--device={device}"]
+    command += [f"--count={stop - start}", f"--platform={platform}"]
     command += [] if mode is None else [f"--mode={mode}"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -92,13 +92,13 @@ def _chunk(start: int, stop: int, device: str, mode: str | None) -> Iterator[tup
                 yield record.pop("number"), Verdict(**record)
 
 
-def work(numbers: range, device: str, mode: str | None) -> None:
+def work(numbers: range, platform: str, mode: str | None) -> None:
     """Run programs and print a line of JSON for each, as `counted_apart` reads them."""
     for number in numbers:
-        verdict = judge(program_of(number, mode), device)
+        verdict = judge(program_of(number, mode), platform)
         print(json.dumps({"number": number, **asdict(verdict)}), flush=True)
 
 
-def judged_on(device: str) -> Callable[[Program], Verdict]:
-    """`judge` on a device."""
-    return lambda program: judge(program, device)
+def judged_on(platform: str) -> Callable[[Program], Verdict]:
+    """`judge` on a platform."""
+    return lambda program: judge(program, platform)

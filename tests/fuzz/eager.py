@@ -26,15 +26,17 @@ class Seen(NamedTuple):
 
 def random_state(device: str) -> torch.Tensor:
     """Where the default generator is."""
-    return torch.cuda.get_rng_state() if device == "cuda" else torch.get_rng_state()
+    state: torch.Tensor = _generator(device).get_rng_state()
+    return state
 
 
 def set_random_state(device: str, state: torch.Tensor) -> None:
     """Put the default generator there."""
-    if device == "cuda":
-        torch.cuda.set_rng_state(state)
-    else:
-        torch.set_rng_state(state)
+    _generator(device).set_rng_state(state)
+
+
+def _generator(device: str) -> Any:
+    return torch if device == "cpu" else torch.get_device_module(device)
 
 
 class Twin:

@@ -47,18 +47,20 @@ class _Differs(Exception):
     """A step gave other bits than eager."""
 
 
-def judge(program: Program, device: str = "cpu") -> Verdict:
-    """Run the program and say what came of it."""
+def judge(program: Program, platform: str = "cpu") -> Verdict:
+    """Run the program on a platform of this name and say what came of it. Raises `PlatformError`
+    where there is none."""
     setup = program.setup
     deterministic = torch.are_deterministic_algorithms_enabled()
     with contextlib.ExitStack() as stack:
         said = stack.enter_context(warnings.catch_warnings(record=True))
         warnings.simplefilter("always")
         stack.callback(torch.use_deterministic_algorithms, deterministic)
+        pool = stack.enter_context(contextlib.closing(GraphPool(platform)))
+        device = pool.platform.device_type
         if device == "cuda":
             torch.use_deterministic_algorithms(True, warn_only=True)
         torch.manual_seed(program.seed)
-        pool = stack.enter_context(contextlib.closing(GraphPool(device)))
         kind = WrapperHost if setup.wrapper else RunnerHost
         run = _Run(program, device, [])
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from tests.fuzz.growing import grown
 from tests.fuzz.minimising import minimised
 from tests.fuzz.printing import printed
 from tests.fuzz.running import judge, program_of
+from tests.test_plugin_example import add_plugin
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,6 +42,43 @@ def test_thousands_of_random_programs_give_eager_results_or_a_named_error() -> N
         [sys.executable, "-m", "tests.fuzz", "--count=5000"], cwd=ROOT, capture_output=True
     )
     assert done.returncode == 0, done.stdout.decode()[-8000:]
+
+
+PLUGIN = """
+from graphrt.cpu import CpuPlatform
+from graphrt.platforms import hookimpl
+
+class Mine(CpuPlatform):
+    name = "mine"
+
+    def new_graph(self, *args, **kwargs):
+        raise SystemError("a graph of the plugin")
+
+@hookimpl
+def graphrt_platforms():
+    return [Mine()]
+"""
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_the_fuzzer_runs_the_plugin_that_the_environment_names(tmp_path: Path, apart: bool) -> None:
+    add_plugin(tmp_path, "mine", PLUGIN)
+    arguments = ["--count=2"] if apart else ["--count=2", "--one-process"]
+    done = _fuzz(*arguments, platform="mine", site=tmp_path)
+    assert "platform mine, on cpu" in done.stdout and "named 2" in done.stdout, done.stderr
+    assert "PlatformError" in done.stdout  # as its graphs raise
+
+
+def test_the_fuzzer_refuses_a_platform_that_is_not_there(tmp_path: Path) -> None:
+    done = _fuzz("--count=2", platform="mine", site=tmp_path)
+    assert done.returncode == 2 and "right" not in done.stdout
+    assert "'mine'" in done.stderr
+
+
+def _fuzz(*arguments: str, platform: str, site: Path) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join((str(site), str(ROOT)))
+    environ = {**os.environ, "GRAPHRT_PLATFORM": platform, "PYTHONPATH": path}
+    return starts.run("-m", "tests.fuzz", *arguments, env=environ)
 
 
 @pytest.mark.cuda

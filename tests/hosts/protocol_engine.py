@@ -84,6 +84,21 @@ class Host:
         self.config = SimpleNamespace(compilation_config=SimpleNamespace())
         self.updates: list[str] = []
 
+    def get_graph_params(self) -> Any:
+        return self._select(self._graph_params)
+
+    def get_draft_graph_params(self) -> Any:
+        return self._select(self._draft_graph_params)
+
+    def get_draft_graph_prefill_params(self) -> Any:
+        return self._select(self._draft_graph_prefill_params)
+
+    def _select(self, params: Any) -> Any:
+        """As vllm-ascend 0.26, which has `GraphParams` with adapters and without."""
+        if not isinstance(params, dict):
+            return params
+        return params[self.current is not None and self.current.batch_descriptor.lora]
+
     def get_forward_context(self) -> Any:
         return self.current
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import enum
+import itertools
 import threading
 import weakref
 from contextlib import contextmanager
@@ -31,6 +32,14 @@ class BatchDescriptor:
     uniform: bool = False
     has_lora: bool = False
     num_active_loras: int = 0
+
+
+@dataclass
+class ForwardContext:
+    attn_metadata: Any
+    cudagraph_runtime_mode: CUDAGraphMode
+    batch_descriptor: BatchDescriptor | None
+    additional_kwargs: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -83,7 +92,7 @@ def modules(version: str) -> Modules:
     made.add("vllm.compilation.cuda_graph", CUDAGraphWrapper=wrapper)
     breakable = _breakable(made, platforms)
     _manager(made, context, version, counter, graph_capture)
-    _encoder(made)
+    _encoder(made, version)
     made.add(
         "vllm.v1.worker.gpu_model_runner",
         CUDAGraphWrapper=wrapper,
@@ -101,26 +110,55 @@ def modules(version: str) -> Modules:
 
 def _forward_context(made: Modules) -> ModuleType:
     module = made.add("vllm.forward_context", _forward_context=None)
-    module.BatchDescriptor = BatchDescriptor
+    module.BatchDescriptor, module.ForwardContext = BatchDescriptor, ForwardContext
+    module.get_forward_context = lambda: module._forward_context
+
+    def create_forward_context(
+        attn_metadata,
+        vllm_config,
+        dp_metadata=None,
+        cudagraph_runtime_mode=CUDAGraphMode.NONE,
+        batch_descriptor=None,
+        additional_kwargs=None,
+    ):
+        return ForwardContext(
+            attn_metadata, cudagraph_runtime_mode, batch_descriptor, additional_kwargs or {}
+        )
 
     @contextmanager
-    def set_forward_context(attn_metadata, vllm_config, num_tokens=None, **keywords):
-        keywords = {
-            "cudagraph_runtime_mode": CUDAGraphMode.NONE,
-            "batch_descriptor": None,
-            **keywords,
-        }
-        platform = made["vllm.platforms"].current_platform
-        extra = platform.set_additional_forward_context(
-            attn_metadata=attn_metadata, num_tokens=num_tokens, **keywords
-        )
-        outer = module._forward_context
-        module._forward_context = SimpleNamespace(additional_kwargs=extra, **keywords)
+    def override_forward_context(forward_context):
+        outer, module._forward_context = module._forward_context, forward_context
         try:
             yield
         finally:
             module._forward_context = outer
 
+    @contextmanager
+    def set_forward_context(
+        attn_metadata,
+        vllm_config,
+        num_tokens=None,
+        cudagraph_runtime_mode=CUDAGraphMode.NONE,
+        batch_descriptor=None,
+    ):
+        if num_tokens is not None:
+            batch_descriptor = batch_descriptor or BatchDescriptor(num_tokens=num_tokens)
+        extra = made["vllm.platforms"].current_platform.set_additional_forward_context(
+            attn_metadata=attn_metadata,
+            vllm_config=vllm_config,
+            dp_metadata=None,
+            num_tokens=num_tokens,
+            cudagraph_runtime_mode=cudagraph_runtime_mode,
+            batch_descriptor=batch_descriptor,
+        )
+        context = create_forward_context(
+            attn_metadata, vllm_config, None, cudagraph_runtime_mode, batch_descriptor, extra
+        )
+        with override_forward_context(context):
+            yield
+
+    module.create_forward_context = create_forward_context
+    module.override_forward_context = override_forward_context
     module.set_forward_context = set_forward_context
     return module
 
@@ -236,24 +274,35 @@ def _manager(
     module.CudaGraphManager = CudaGraphManager
 
 
-def _encoder(made: Modules) -> None:
+def _encoder(made: Modules, version: str) -> None:
     module = made.add("vllm.v1.worker.encoder_cudagraph", torch=torch)
 
     class EncoderCudaGraphManager:
         def _get_graph_set(self, path="default"):
             return self.budget_graphs.setdefault(path, {})
 
+        def capture(self, graph_pool):
+            self.graph_pool = graph_pool
+            for path, budgets in self.path_token_budgets.items():
+                for token_budget in sorted(budgets, reverse=True):
+                    if version.startswith("0.24"):
+                        self._capture_budget_graph(token_budget, path)
+                        continue
+                    for axis_keys in itertools.product(*self._capture_axes):
+                        self._capture_budget_graph(token_budget, path=path, axis_keys=axis_keys)
+
         def _capture_budget_graph(self, token_budget, path="default", axis_keys=()):
             values = self.model.prepare_encoder_cudagraph_capture_inputs(
                 token_budget, self.max_batch_size, self.max_frames_per_batch, self.device,
-                self.dtype, path,
+                self.dtype, path, *([] if version.startswith("0.24") else [axis_keys]),
             ).values  # fmt: skip
             output = self.model.encoder_cudagraph_forward({**values}, path=path)
             buffer = torch.empty_like(output)
             graph = module.torch.cuda.CUDAGraph()
             with module.torch.cuda.graph(graph, pool=self.graph_pool):
                 buffer.copy_(self.model.encoder_cudagraph_forward({**values}, path=path))
-            self._get_graph_set(path)[token_budget] = SimpleNamespace(
+            key = (token_budget, axis_keys) if axis_keys else token_budget
+            self._get_graph_set(path)[key] = SimpleNamespace(
                 graph=graph, input_buffers=values, output_buffer=buffer
             )
 

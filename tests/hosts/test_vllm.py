@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import logging
 import os
@@ -529,7 +530,7 @@ def test_breakable_graphs_run_vllms_marked_functions_eagerly_between_pieces(vllm
 
 def test_breakable_graphs_of_equal_shape_are_told_apart_by_key_fn(vllm):
     config, buffer = host.config([2], "PIECEWISE"), torch.zeros(2, 4)
-    theirs = vllm.breakable.BreakableCUDAGraphWrapper.__mro__[1]
+    theirs = vllm.breakable.BreakableCUDAGraphWrapper.__mro__[2]
     if "key_fn" not in inspect.signature(theirs).parameters:
         pytest.skip("this version of vLLM has no such key")
     wrapper = vllm.v1.BreakableCUDAGraphWrapper(
@@ -550,6 +551,170 @@ def test_breakable_graphs_of_equal_shape_are_told_apart_by_key_fn(vllm):
     assert len(wrapper.entries) == 2, "another mode is another wrapper's"
 
 
+class DecoderReplay:
+    """As DeepSeek-V4.1 in vLLM 0.33: a break of the model's graph runs the last layers on fewer
+    rows, in a graph of its own, with a forward context from `create_forward_context`."""
+
+    def __init__(self, vllm, marked, sizes) -> None:
+        self.vllm, self.contexts, self.sizes = vllm, vllm.contexts, sizes
+        self.config = host.config(sizes, "PIECEWISE")
+        self.config.compilation_config.static_forward_context = {}
+        self.weight = torch.randn(4, 4)
+        self.layer_calls = 0
+        self.buffer, self.out, self.rows = torch.zeros(8, 4), torch.zeros(8, 4), None
+        self.wrapper = vllm.v1.BreakableCUDAGraphWrapper(self.layers, self.config)
+        self.replay_layers = marked(self._replay_layers)
+        self.model = vllm.v1.BreakableCUDAGraphWrapper(self.forward, self.config)
+
+    def layers(self, x):
+        self.layer_calls += 1
+        hidden = torch.relu(x @ self.weight)
+        return (hidden @ self.weight.T, hidden.sum(-1, keepdim=True))
+
+    def created(self, tokens, mode):
+        return self.contexts.create_forward_context(
+            {}, self.config, cudagraph_runtime_mode=mode,
+            batch_descriptor=self.vllm.Key(num_tokens=tokens),
+        )  # fmt: skip
+
+    def capture(self):
+        manager = self.vllm.v2.CudaGraphManager(
+            self.config, torch.device("cpu"), self.vllm.mode.FULL_AND_PIECEWISE, 1
+        )
+        pairs = sys.modules["vllm"].__version__.startswith("0.24.")
+
+        def create(desc, warmup):
+            context = self.created(desc.num_tokens, self.vllm.mode.NONE)
+
+            def forward(mode):
+                asked = dataclasses.replace(context, cudagraph_runtime_mode=mode)
+                with self.contexts.override_forward_context(asked):
+                    self.wrapper(self.buffer[: desc.num_tokens])
+
+            return (forward, None) if pairs else forward
+
+        manager.capture(create)
+
+    def _replay_layers(self, x):
+        if self.rows is None:
+            hidden, sums = self.layers(x)
+        else:
+            tokens = min(size for size in self.sizes if size >= len(self.rows))
+            context = self.created(tokens, self.vllm.mode.PIECEWISE)
+            with self.contexts.override_forward_context(context):
+                torch.index_select(x, 0, self.rows, out=self.buffer[: len(self.rows)])
+                hidden, sums = self.wrapper(self.buffer[:tokens])
+            filled = torch.zeros(len(x), 4), torch.zeros(len(x), 1)
+            for result, part in zip(filled, (hidden, sums), strict=True):
+                result[self.rows] = part[: len(self.rows)]
+            hidden, sums = filled
+        return self.out[: len(x)].copy_(hidden + sums)
+
+    def forward(self, x):
+        kept = x * 3
+        return self.replay_layers(x + 1) + kept
+
+    def expected(self, x):
+        # On as many rows as the graph has: a product of other shapes rounds in another way.
+        tokens = min(size for size in self.sizes if size >= len(self.rows))
+        padded = torch.zeros(tokens, 4)
+        padded[: len(self.rows)] = (x + 1)[self.rows]
+        hidden, sums = self.layers(padded)
+        result = torch.zeros_like(x)
+        result[self.rows] = (hidden + sums)[: len(self.rows)]
+        return result + x * 3
+
+
+def test_contexts_of_create_forward_context_capture_and_replay_graphs_in_a_break(vllm, marked):
+    replay = DecoderReplay(vllm, marked, [2, 4])
+    x, mode = torch.zeros(8, 4), vllm.mode.PIECEWISE
+    replay.capture()
+    capture_all(vllm, replay.config, replay.model, x, mode, [vllm.Key(8)])
+    assert {key.num_tokens for key in replay.wrapper.entries} == {2, 4}
+    for rows in ([1, 5], [0, 2, 7], [3], [1, 5]):
+        x.normal_()
+        replay.rows = torch.tensor(rows)
+        calls = replay.layer_calls
+        with step(vllm, replay.config, mode, vllm.Key(8)):
+            output = replay.model(x).clone()
+        assert replay.layer_calls == calls, "the last layers ran in their graph"
+        assert torch.equal(output, replay.expected(x))
+    assert len({id(each) for each in _state.state.pools.graph_pools}) == 2
+    assert set(graphrt.hosts.vllm.report().reasons) == {graphrt.Reason.HIT}
+    replay.wrapper.graph_pool = vllm.platform.graph_pool_handle()
+    assert not replay.wrapper.entries and len(replay.model.entries) == 1
+
+
+@pytest.mark.parametrize("name", ["PIECEWISE", "FULL"])
+def test_a_copied_context_of_another_mode_runs_in_that_mode(vllm, name):
+    config, forward, buffer = host.config([2], name), Forward(), torch.zeros(2, 4)
+    mode, key = vllm.mode[name], vllm.Key(2)
+    wrapper = vllm.v1.CUDAGraphWrapper(forward, config, runtime_mode=mode)
+    capture_all(vllm, config, wrapper, buffer, mode, [key])
+    with step(vllm, config, mode, key):
+        wrapper(buffer)
+        assert forward.calls == 1
+        current = vllm.contexts._forward_context
+        copied = dataclasses.replace(current, cudagraph_runtime_mode=vllm.mode.NONE)
+        with vllm.contexts.override_forward_context(copied):
+            wrapper(buffer)
+        assert forward.calls == 2
+        current.cudagraph_runtime_mode = vllm.mode.NONE
+        wrapper(buffer)
+        assert forward.calls == 3
+
+
+def test_a_descriptor_that_changes_within_a_step_is_of_the_same_step(vllm):
+    """As Gemma 4's fast prefill: later pieces run on fewer tokens, and the first are called again
+    in no other step."""
+    config, mode = host.config([2, 4], "PIECEWISE"), vllm.mode.PIECEWISE
+    first, second, last = (
+        vllm.v1.CUDAGraphWrapper(Forward(), config, runtime_mode=mode) for _ in range(3)
+    )
+    buffer, few = torch.zeros(4, 4), torch.zeros(4, 4)
+
+    def model(x, tokens):
+        context = vllm.contexts._forward_context
+        hidden, whole = first(x), context.batch_descriptor
+        few[:tokens].copy_(hidden[:tokens])
+        context.batch_descriptor = dataclasses.replace(whole, num_tokens=tokens)
+        part = second(few[:tokens])
+        context.batch_descriptor = whole
+        return last(hidden), part
+
+    with vllm.v1.graph_capture(device=torch.device("cpu")):
+        for size in (4, 2):
+            with step(vllm, config, mode, vllm.Key(size)):
+                model(buffer[:size], size)
+    before = _state.state.pools.steps
+    for tokens in (2, 4, 2):
+        buffer.normal_()
+        with step(vllm, config, mode, vllm.Key(4)):
+            whole, part = model(buffer, tokens)
+        hidden = first.runnable.of(buffer)
+        assert torch.equal(whole, last.runnable.of(hidden))
+        assert torch.equal(part, second.runnable.of(hidden[:tokens])) and len(part) == tokens
+    assert _state.state.pools.steps == before + 3
+    assert [each.runnable.calls for each in (first, second, last)] == [2, 2, 2]
+    counts = {key[1].num_tokens: steps for key, steps in graphrt.hosts.vllm.report().steps.items()}
+    assert counts == {4: 3, 2: 2}
+
+
+def test_a_context_without_a_batch_descriptor_is_counted_and_told(vllm, told):
+    config, forward, buffer = host.config([2], "PIECEWISE"), Forward(), torch.zeros(2, 4)
+    mode = vllm.mode.PIECEWISE
+    wrapper = vllm.v1.CUDAGraphWrapper(forward, config, runtime_mode=mode)
+    capture_all(vllm, config, wrapper, buffer, mode, [vllm.Key(2)])
+    for _ in range(2):
+        with step(vllm, config, mode, vllm.Key(2)):
+            vllm.contexts._forward_context.batch_descriptor = None
+            wrapper(buffer)
+    reasons = graphrt.hosts.vllm.report().reasons
+    assert reasons[graphrt.Reason.NO_CONTEXT] == 2 and forward.calls == 3
+    (line,) = [line for line in told.messages if "has no batch descriptor" in line]
+    assert "asks for a PIECEWISE graph" in line
+
+
 class Vision:
     """A model with an encoder, as far as vLLM's manager asks."""
 
@@ -562,25 +727,46 @@ class Vision:
 
     def encoder_cudagraph_forward(self, values, path="default"):
         self.calls += 1
-        return values["pixels"] @ self.weight
+        return self.of(values["pixels"])
+
+    def of(self, pixels):
+        return pixels @ self.weight
+
+
+def encoder_manager(vllm, budgets, axes=()) -> Any:
+    """vLLM's manager of encoder graphs, which has captured them by its own loop."""
+    manager = object.__new__(vllm.encoder.EncoderCudaGraphManager)
+    manager.__dict__.update(
+        model=Vision(), token_budgets=budgets, max_batch_size=2, max_frames_per_batch=0,
+        device=torch.device("cpu"), dtype=torch.float32, budget_graphs={},
+        path_token_budgets={"default": budgets}, _capture_axes=axes,
+    )  # fmt: skip
+    with vllm.v1.graph_capture(device=manager.device):
+        manager.capture(vllm.platform.graph_pool_handle())
+    return manager
+
+
+def test_encoder_graphs_of_capture_axes_are_told_apart(vllm):
+    if sys.modules["vllm"].__version__.startswith("0.24"):
+        pytest.skip("vLLM 0.24 has no capture axes")
+    manager = encoder_manager(vllm, [2, 4], axes=(("still", "film"),))
+    graphs = manager._get_graph_set("default")
+    assert set(graphs) == {(size, (axis,)) for size in (2, 4) for axis in ("still", "film")}
+    for made in graphs.values():
+        made.input_buffers["pixels"].normal_()
+        made.graph.replay()
+        assert torch.equal(made.output_buffer, manager.model.of(made.input_buffers["pixels"]))
+    assert len(graphrt.hosts.vllm.report().graphs) == len(graphs)
 
 
 def test_encoder_graphs_are_captured_by_graphrt_and_freed_when_the_manager_clears(vllm):
-    manager = object.__new__(vllm.encoder.EncoderCudaGraphManager)
-    manager.__dict__.update(
-        model=Vision(), token_budgets=[2, 4], max_batch_size=2, max_frames_per_batch=0,
-        device=torch.device("cpu"), dtype=torch.float32, budget_graphs={},
-        graph_pool=vllm.platform.graph_pool_handle(),
-    )  # fmt: skip
-    with vllm.v1.graph_capture(device=manager.device):
-        for budget in (4, 2):
-            manager._capture_budget_graph(budget)
+    manager = encoder_manager(vllm, [2, 4])
     graphs, calls = manager._get_graph_set("default"), manager.model.calls
     for budget in (2, 4, 2):
         made = graphs[budget]
         made.input_buffers["pixels"].normal_()
         made.graph.replay()
-        expected = made.input_buffers["pixels"] @ manager.model.weight
+        expected = manager.model.of(made.input_buffers["pixels"])
         assert torch.equal(made.output_buffer, expected)
     assert manager.model.calls == calls
     dead, pool = weakref.ref(made.graph), _state.state.pools._pools[manager.graph_pool]
@@ -657,14 +843,7 @@ def test_the_report_counts_full_graph_steps_of_the_v2_runner_beside_pieces(vllm)
 
 
 def test_the_report_counts_encoder_replays_by_token_budget(vllm):
-    manager = object.__new__(vllm.encoder.EncoderCudaGraphManager)
-    manager.__dict__.update(
-        model=Vision(), token_budgets=[4], max_batch_size=2, max_frames_per_batch=0,
-        device=torch.device("cpu"), dtype=torch.float32, budget_graphs={},
-        graph_pool=vllm.platform.graph_pool_handle(),
-    )  # fmt: skip
-    with vllm.v1.graph_capture(device=manager.device):
-        manager._capture_budget_graph(4)
+    manager = encoder_manager(vllm, [4])
     for _ in range(2):
         manager._get_graph_set("default")[4].graph.replay()
     (count,) = graphrt.hosts.vllm.report().steps.values()

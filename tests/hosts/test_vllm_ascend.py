@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
+import sys
 import weakref
+from types import ModuleType
 
 import protocol_engine as host
 import pytest
@@ -17,7 +20,14 @@ from graphrt.core.base.errors import (
     MissingUpdateError,
     TaskContractError,
 )
-from graphrt.hosts.vllm_ascend import GraphParams, install, install_if_asked
+from graphrt.hosts.vllm_ascend import (
+    ACLGraphWrapper,
+    GraphParams,
+    install,
+    install_if_asked,
+    installing,
+    uninstall,
+)
 from graphrt.hosts.vllm_ascend.installing import SWITCH
 
 pytestmark = pytest.mark.npu
@@ -26,13 +36,17 @@ pytestmark = pytest.mark.npu
 class Runner:
     """A runner over one model: static inputs, a wrapper, and the update after the call."""
 
-    def __init__(self, *, sizes=(4, 8), kind=None, engine=None, **decoder):
+    def __init__(self, *, sizes=(4, 8), kind=None, engine=None, by_lora=False, **decoder):
         self.host = engine or Host()
         self.kind = kind or {}
         name = {(): "_graph_params", (1,): "_draft_graph_params"}.get(
             tuple([1] * len(self.kind)), "_draft_graph_prefill_params"
         )
-        self.params = self.host.params(sizes)
+        self.params = (
+            {lora: self.host.params(sizes) for lora in (False, True)}
+            if by_lora
+            else self.host.params(sizes)
+        )
         setattr(self.host, name, self.params)
         self.model = Decoder(self.host, **decoder)
         self.wrapper = self.host.wrapper_class(self.model, self.host.config, Mode.FULL)
@@ -153,6 +167,59 @@ def test_two_graphs_of_equal_token_count_keep_separate_tasks_and_workspaces():
         expected = made.eager(key, lens)
         assert torch.equal(made.replay(key, lens).cpu(), expected)
     assert made.params.workspaces[8] is None
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["after the call", "before it"])
+def test_graph_params_by_lora_are_read_by_the_getters(first):
+    """As vllm-ascend 0.26 keeps them."""
+    made = Runner(sizes=(4, 8), by_lora=True)
+    keys = [Key(size, lora) for size in (8, 4) for lora in (False, True)]
+    made.capture(*keys)
+    for key in [*keys, *reversed(keys)]:
+        lens = made.fill(key.num_tokens)
+        expected = made.eager(key, lens)
+        assert torch.equal(made.replay(key, lens, first=first).cpu(), expected)
+
+
+def test_an_update_of_other_graph_params_than_the_graph_waits_for_raises_with_its_key(runner):
+    runner.model.update = lambda *rest: None  # finds no sites there, and signals nobody
+    lens, captured = runner.fill(8), runner.params
+    runner.host._graph_params = runner.host.params(runner.sizes)
+    with pytest.raises(MissingUpdateError, match="num_tokens=8"):
+        runner.replay(Key(8), lens)
+    torch.npu.synchronize()
+    runner.host._graph_params = captured
+    del runner.model.update
+    assert runner.differs(6) == []
+
+
+def test_an_eager_step_behind_a_graph_without_its_update_raises_with_its_key(runner):
+    lens = runner.fill(8)
+    with runner.host.step(runner.context(Key(8), Mode.FULL, lens)):
+        runner.wrapper(runner.x)
+    with pytest.raises(MissingUpdateError, match="num_tokens=8"):
+        runner.eager(Key(8), lens)
+    torch.npu.synchronize()
+    assert runner.differs(6) == []
+
+
+def test_a_capture_with_a_wait_outside_of_graph_params_raises_with_its_key(runner):
+    def forward(x):
+        event, stream = torch.npu.ExternalEvent(), torch.npu.current_stream()
+        event.wait(stream)
+        event.reset(stream)
+        return runner.model(x) * 2
+
+    wrapper = runner.host.wrapper_class(forward, runner.host.config, Mode.FULL)
+    with (
+        pytest.raises(TaskContractError, match="num_tokens=8") as raised,
+        runner.host.step(runner.context(Key(8))),
+    ):
+        wrapper(runner.x)
+    assert "4 waits" in str(raised.value) and "3 of them" in str(raised.value)
+    torch.npu.synchronize()
+    assert not wrapper.concrete_aclgraph_entries
+    assert runner.differs(4) == []
 
 
 def test_an_update_that_omits_a_layer_raises_without_a_hang(runner):
@@ -343,7 +410,86 @@ def test_the_plugin_switch_is_off_by_default_and_refuses_unknown_values(monkeypa
         install_if_asked()
 
 
-def test_an_unknown_vllm_ascend_version_is_refused(monkeypatch):
-    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.9.1")
+@pytest.mark.parametrize("version", ["0.9.1", "0.22.1rc1", "main"])
+def test_an_unknown_vllm_ascend_version_is_refused(monkeypatch, version):
+    monkeypatch.setattr("importlib.metadata.version", lambda name: version)
     with pytest.raises(ImportError, match="does not know this version"):
+        install()
+
+
+@pytest.fixture
+def published(monkeypatch):
+    """A module with the names of vllm-ascend 0.26's module of graphs."""
+
+    class ACLGraphWrapper:
+        def __init__(
+            self,
+            runnable,
+            vllm_config,
+            runtime_mode,
+            cudagraph_options=None,
+            *,
+            use_eagle=False,
+            enable_enpu=False,
+        ):
+            pass
+
+    def update_full_graph_params(
+        attn_backend, update_stream, forward_context, num_tokens, vllm_config
+    ):
+        pass
+
+    fields = ["events", "workspaces", "handles", "attn_params"]
+    module = ModuleType(installing.MODULE)
+    vars(module).update(
+        vars(Host()),
+        ACLGraphWrapper=ACLGraphWrapper,
+        GraphParams=dataclasses.make_dataclass("GraphParams", fields),
+        update_full_graph_params=update_full_graph_params,
+        get_forward_context=lambda: None,
+        validate_cudagraph_capturing_enabled=lambda: None,
+        get_graph_params=lambda: None,
+        get_draft_graph_params=lambda: None,
+        get_draft_graph_prefill_params=lambda: None,
+    )
+    del module._graph_params, module._draft_graph_params, module._draft_graph_prefill_params
+    monkeypatch.setitem(sys.modules, installing.MODULE, module)
+    for parent in ("vllm_ascend", "vllm_ascend.compilation"):
+        monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.26.0rc1")
+    yield module
+    uninstall()
+
+
+def test_a_newer_vllm_ascend_with_the_same_names_is_served(published):
+    install()
+    assert published.GraphParams is GraphParams
+    assert issubclass(published.ACLGraphWrapper, ACLGraphWrapper)
+    assert published.update_full_graph_params.__wrapped__
+
+
+def test_a_vllm_ascend_that_has_begun_to_capture_is_refused(published):
+    published.get_draft_graph_params = lambda: GraphParams({}, {}, {}, {})
+    with pytest.raises(ImportError, match="get_draft_graph_params"):
+        install()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("get_draft_graph_params", None, "get_draft_graph_params"),
+        ("update_full_graph_params", lambda graph: None, "'update_stream'"),
+        (
+            "GraphParams",
+            dataclasses.make_dataclass("GraphParams", ["events", "tasks"]),
+            r"GraphParams\('events', 'tasks'\)",
+        ),
+    ],
+)
+def test_a_vllm_ascend_with_changed_names_is_refused_at_install(published, name, value, said):
+    if value is None:
+        delattr(published, name)
+    else:
+        setattr(published, name, value)
+    with pytest.raises(ImportError, match=said):
         install()

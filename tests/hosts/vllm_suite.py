@@ -10,14 +10,12 @@ out.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
-from collections import Counter
-from pathlib import Path
 
-import pytest
 import torch
+
+from tests.hosts.engine_suite import run_suite
 
 TESTS = (
     "v1/cudagraph/test_cudagraph_dispatch.py",
@@ -30,19 +28,6 @@ TESTS = (
     "compile/test_wrapper.py",
     "compile/test_decorator.py",
 )
-
-
-class Told:
-    """What each test came to."""
-
-    def __init__(self) -> None:
-        self.outcomes: dict[str, tuple[str, str]] = {}
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.when == "call" or report.outcome != "passed":
-            crash = getattr(report.longrepr, "reprcrash", None)
-            why = "" if crash is None else str(crash.message).splitlines()[0]
-            self.outcomes[report.nodeid] = report.outcome, why
 
 
 def start(*, own: bool) -> None:
@@ -61,28 +46,9 @@ def start(*, own: bool) -> None:
 
 
 def main() -> int:
-    """Run them; prints a table, and returns how many failed."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("sources", type=Path)
-    parser.add_argument("--own", action="store_true")
-    known, rest = parser.parse_known_args()
-    start(own=known.own)
-    os.chdir(known.sources)
-    sys.path.insert(0, str(known.sources))
-    # `tests` is this repository's until here.
-    for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
-        del sys.modules[name]
-    told = Told()
-    # graphrt's settings of pytest are not theirs; their conftest needs more than their tests.
-    options = ["-q", "-p", "no:cacheprovider", "--noconftest", "-c", os.devnull]
-    options += ["--rootdir", str(known.sources)]
-    paths = [str(Path("tests") / test) for test in TESTS if (Path("tests") / test).exists()]
-    pytest.main([*options, *paths, *rest], plugins=[told])
-    for test, (outcome, why) in told.outcomes.items():
-        print(f"| {test.removeprefix('tests/')} | {outcome} | {why[:120]} |")
-    counts = Counter(outcome for outcome, _ in told.outcomes.values())
-    print(", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items())))
-    return counts["failed"]
+    """Run them; prints a table, and returns 1 unless all that ran passed."""
+    # Their conftest needs more than their tests.
+    return run_suite(__doc__, "tests", TESTS, start, ["--noconftest"])
 
 
 if __name__ == "__main__":

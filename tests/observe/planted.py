@@ -3,7 +3,10 @@ batches that are larger than every graph."""
 
 from __future__ import annotations
 
+import json
 import warnings
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -57,3 +60,25 @@ def run_planted(runner: GraphRunner[Any]) -> None:
             step(runner, 20)
         for _ in range(MIXED):
             step(runner, 3, "mixed")
+
+
+def places(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path of each value and of each key in plain data; a key's ends with None."""
+    children: Any = ()
+    if isinstance(data, (dict, list)):
+        children = data.items() if isinstance(data, dict) else enumerate(data)
+    for key, value in children:
+        yield (*path, key)
+        if isinstance(data, dict):
+            yield (*path, key, None)
+        yield from places(value, (*path, key))
+
+
+def short_document(path: Path) -> dict[str, Any]:
+    """A saved trace with two graphs, and one event of each kind, as all have the same fields."""
+    document: dict[str, Any] = json.loads(path.read_text())
+    kinds = {(event["ph"], event.get("tid")): event for event in document["traceEvents"]}
+    document["traceEvents"] = [*kinds.values()]
+    (report,) = document["otherData"]["graphrt_reports"]
+    report["graphs"] = report["graphs"][:2]
+    return document

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from graphrt import InputSpec
 from graphrt.cli.app import app
+from graphrt.cli.explain import _input
 from graphrt.core.base.errors import InvalidInputError, InvalidOptionError
 from graphrt.observe import explain
 
@@ -126,11 +130,21 @@ def test_explain_accepts_a_factory_target_and_prints_json():
         ([f"{HERE}plain", "--input", "x"], "--input says"),
         ([f"{HERE}plain", "--input", "x=float[tokens;8]"], "--input says"),
         ([f"{HERE}plain", "--input", "x=relu[tokens]"], "--input says"),
+        ([f"{HERE}plain", "--input", "x=float32[\u00b2]"], "--input says"),
+        ([f"{HERE}plain", "--input", f"x=float32[{'9' * 5000}]"], "--input|shape"),
+        ([f"{HERE}plain", "--input", "x=quint8[tokens]"], "wrong dtype"),
     ],
 )
 def test_explain_refuses_invalid_targets_and_inputs_by_name(arguments, what):
-    with pytest.raises(InvalidOptionError, match=what):
+    with pytest.raises((InvalidOptionError, InvalidInputError), match=what):
         run(*arguments)
+
+
+@given(st.text() | st.from_regex(r"\w+=(float32|int64|bool|\w+)\[[\w+, ]*\]", fullmatch=True))
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of dtypes that end
+def test_any_text_of_an_input_is_read_or_refused_by_name(text):
+    with suppress(InvalidOptionError, InvalidInputError):
+        _input(text)
 
 
 def test_explain_of_a_module_class_asks_for_an_instance():

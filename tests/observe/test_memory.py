@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from graphrt import Budget, GraphRunner, InputSpec
+from graphrt import Budget, GraphCost, GraphMode, GraphRunner, InputSpec
 from graphrt.cli.app import app
 from graphrt.core.device.contract import MemoryFigures
 from graphrt.errors import GraphMemoryWarning, InvalidOptionError
@@ -115,7 +115,9 @@ def test_the_progress_bar_shows_the_predicted_memory():
 @pytest.mark.parametrize("by", ["limit_bytes", "budget"])
 def test_a_too_small_memory_limit_warns_once_after_two_graphs(by):
     limit = 1 * MIB
-    budget = {"budget": Budget(device_bytes=limit)} if by == "budget" else {}
+    # Its costs are too low, as costs by hand may be.
+    costs = {GraphMode.FULL: GraphCost(device_bytes=1)}
+    budget = {"budget": Budget(device_bytes=limit, cost=costs)} if by == "budget" else {}
     runner = runner_of(**budget)
     watch = MemoryWatch(runner, **({} if budget else {"limit_bytes": limit}))
     with pytest.warns(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import re
 from html.parser import HTMLParser
@@ -14,7 +16,7 @@ from graphrt import Batch, GraphRunner, InputSpec
 from graphrt.core.base.errors import InvalidOptionError
 from graphrt.observe import load_report, page, trace, write_page
 from graphrt.observe.pages.parts import time_line
-from tests.observe.planted import planted_runner, run_planted, step
+from tests.observe.planted import places, planted_runner, run_planted, short_document, step
 
 VOID = {"meta", "br", "i/"}
 
@@ -73,7 +75,7 @@ def test_a_page_has_all_sections_and_loads_no_external_resource(traced: Path):
     text = page(traced)
     outline = Outline(text)
     assert outline.open == [] and outline.fetched == []
-    assert "http" not in text and "@import" not in text and "url(" not in text
+    assert not re.search("https?:|@import|url\\(", text)
     assert text.startswith("<!doctype html>") and 'lang="en"' in text
     assert outline.titles == [
         "graphrt run: FULL on cpu",
@@ -101,9 +103,9 @@ def test_the_widths_of_bars_equal_the_shares_of_their_figures(traced: Path):
     row = re.search(r'data-v="8">8</th><td class="wide">(.*?)</td>', text)
     # 96 live and 96 padding rows: the longest bar.
     assert row is not None
-    assert re.findall(r'class="(\w+)" style="width:([\d.]+)%"', row[1]) == [
-        ("live", "50.00"),
-        ("pad", "50.00"),
+    assert re.findall(r'class="(\w+)" x="([\d.]+)" width="([\d.]+)"', row[1]) == [
+        ("live", "0.00", "50.00"),
+        ("pad", "50.00", "50.00"),
     ]
 
 
@@ -123,6 +125,70 @@ def test_host_names_with_markup_are_escaped_on_the_page():
     text = page(runner.report(), title=bad)
     assert "<img" not in text and "&lt;img" in text
     assert Outline(text).fetched == []
+
+
+MARKUP = """x"'><script>alert(1)</script><img src=x onerror=alert(1)> onclick=alert(1) x="""
+
+
+class Elements(HTMLParser):
+    """Every tag, attribute and class of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.scripts = 0
+        self.found: set[str] = set()
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.scripts += tag == "script"
+        self.found |= {f"<{tag} {key}=>" for key, _ in attrs} | {f"<{tag}>"}
+        classes = dict(attrs).get("class") or ""
+        self.found |= {f".{word}" for word in classes.split()}
+
+
+def with_markup(document, path):
+    """A copy of a document with markup in one place."""
+    document = json.loads(json.dumps(document))
+    *holders, last = path if path[-1] is not None else path[:-1]
+    holder = document
+    for key in holders:
+        holder = holder[key]
+    if path[-1] is None:
+        holder[MARKUP] = holder.pop(last)
+    else:
+        holder[last] = MARKUP
+    return document
+
+
+def test_markup_in_any_field_of_a_file_reaches_no_tag_attribute_or_class(traced: Path):
+    whole = short_document(traced)
+    allowed = Elements(page(traced)).found
+    target, shown = traced.with_name("markup.json"), 0
+    for report in (whole, whole["otherData"]["graphrt_reports"][0]):
+        for path in places(report):
+            target.write_text(json.dumps(with_markup(report, path)))
+            try:
+                text = page(target)
+            except InvalidOptionError:
+                continue  # no text belongs there
+            elements = Elements(text)
+            assert elements.scripts == 1 and elements.found <= allowed, path
+            shown += "&lt;script&gt;" in text
+    assert shown > 40
+
+
+def test_the_policy_of_a_page_allows_its_own_style_and_script_alone(traced: Path):
+    text = page(traced)
+    (policy,) = re.findall('<meta http-equiv="Content-Security-Policy" content="(.*?)">', text)
+    rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
+    for tag, rule in (("style", "style-src"), ("script", "script-src")):
+        (content,) = re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        assert rules.pop(rule) == f"'sha256-{digest}'"
+    assert rules == {"default-src": "'none'", "base-uri": "'none'", "form-action": "'none'"}
+    # The policy would leave out a style in an element.
+    assert not re.search("<[^>]* style=", text)
+    assert text.index("Content-Security-Policy") < text.index("<style>")
 
 
 def test_a_page_of_two_runs_shows_their_differences(tmp_path: Path):

@@ -15,12 +15,14 @@ from graphrt import (
     Dispatch,
     GraphDispatcher,
     GraphMode,
+    GraphOptions,
     GraphRunner,
     InputSpec,
     Reason,
 )
 from graphrt.core.dispatch.dispatcher import COUNTED
-from graphrt.observe import findings, report_text
+from graphrt.errors import GraphQuarantinedWarning
+from graphrt.observe import findings, report_text, write_page
 from tests.observe.planted import MIXED, PADDED, TOO_LARGE, planted_runner, run_planted, step
 
 KEYS = {
@@ -54,6 +56,36 @@ def test_the_printed_report_lists_each_planted_fault_with_advice(planted):
     assert sum(line.startswith("     try: ") for line in lines) == 3
     assert "aten.sub.Tensor" in report_text(planted) and "plan a size of 20" in report_text(planted)
     assert "add 8 to sizes=" in report_text(planted)
+
+
+def test_a_quarantine_that_recapture_has_ended_is_a_note_in_report_and_page(tmp_path: Path):
+    factor = [2.0]
+    runner = GraphRunner(
+        lambda x: x * factor[0],
+        mode="FULL",
+        sizes=[2],
+        inputs={"x": InputSpec(torch.float32, ("tokens", 4))},
+        outputs=("tokens", 4),
+        options=GraphOptions(check="always"),
+        platform="cpu",
+    )
+    runner.capture()
+    factor[0] = 3.0
+    with pytest.warns(GraphQuarantinedWarning):
+        runner(x=torch.ones(2, 4))
+    for _ in range(2):
+        runner(x=torch.ones(2, 4))
+    (now,) = findings(runner.report())
+    assert now.level == "error" and "in quarantine: 3 steps ran eagerly" in now.what
+    runner.recapture()
+    runner(x=torch.ones(2, 4))
+    report = runner.report()
+    (ended,) = findings(report)
+    assert ended.level == "note"
+    assert ended.what == "a quarantine of FULL [2 tokens 2 reqs] has ended: 3 steps ran eagerly"
+    assert f"-  {ended.what}" in report_text(report)
+    write_page(tmp_path / "page.html", report)
+    assert ended.what in (tmp_path / "page.html").read_text()
 
 
 def test_a_raised_step_is_reported_as_failed_and_not_as_eager():

@@ -41,6 +41,18 @@ def test_ranks_with_different_batches_replay_the_same_graphs(
     assert by_rank[0]["reasons"]["HIT"] > 20
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_without_a_graph_for_all_every_rank_runs_the_rows_of_the_largest(ranks: int) -> None:
+    """Batches above the largest size on some ranks, idle ones on others, and collectives over
+    rows: with other sizes gloo would end the processes."""
+    case = {"sizes": SIZES, "steps": 60, "idle": 0.2, "beyond": 6, "sums_rows": True}
+    by_rank = launch({**case, "query_lens": [1, 2], "uniform": 0.7, "seed": ranks}, ranks)
+    assert_same(by_rank)
+    assert 0 not in by_rank[0]["log"]
+    reasons = by_rank[0]["reasons"]
+    assert reasons["RANKS_DISAGREE"] > 10 and reasons["HIT"] > 5
+
+
 def test_a_graph_dropped_on_a_rank_is_replayed_on_no_rank() -> None:
     drop = {"fault": {"kind": "drop", "at": 10, "size": 4}}
     by_rank = launch({"sizes": SIZES, "steps": 100, "of_rank": {"1": drop}}, 2)

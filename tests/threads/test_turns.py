@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -23,7 +25,9 @@ from graphrt import (
     InputSpec,
     KeyedGraphs,
     Reason,
+    eager_break,
 )
+from graphrt.core.capture.guard import hand_back, withhold
 from graphrt.core.replay.pool import in_turn
 from graphrt.errors import InvalidInputError, PoolBusyError, PoolClosedError, VerificationError
 from tests.threads.load import KINDS, run
@@ -36,7 +40,7 @@ FULL = GraphMode.FULL
 def runner_of(forward: Callable[..., Any], **arguments: Any) -> GraphRunner:
     return GraphRunner(
         forward,
-        mode="FULL",
+        mode=arguments.pop("mode", "FULL"),
         sizes=[2, 4],
         inputs={"x": InputSpec(torch.float32, ("tokens", 4))},
         outputs=("tokens", 4),
@@ -369,3 +373,59 @@ def test_100_000_steps_in_8_threads_give_right_values(kinds: list[str]) -> None:
 @pytest.mark.parametrize("kinds", [["lazy"], list(KINDS)], ids=["1 runner", "4 runners"])
 def test_20_000_steps_in_8_threads_on_a_gpu_give_right_values(kinds: list[str]) -> None:
     check(20_000, kinds, "cuda")
+
+
+def test_a_thread_that_asks_a_capture_for_its_name_as_its_segment_ends_gets_pool_busy_error():
+    """Its look at the context has begun when the context gets its own class back."""
+    pool = GraphPool("cpu")
+    with ForwardContext(FULL, BatchDescriptor(4)) as context:
+        pool.owner = context
+        withhold(context)
+        look = type(context).__getattribute__
+        hand_back(context)
+        assert look(context, "mode") is FULL
+        with pytest.raises(AttributeError):
+            look(context, "refusal")
+        assert isinstance(pool.busy_error(None), PoolBusyError)
+        pool.owner = None
+
+
+def test_threads_that_find_a_pool_busy_with_captures_get_pool_busy_error_alone():
+    """Segments begin and end all the time, so contexts change their class under other threads."""
+
+    @eager_break
+    def part(x: Tensor) -> Tensor:
+        return x + 1
+
+    def forward(x: Tensor) -> Tensor:
+        for _ in range(20):
+            x = part(x * 1)
+        return x
+
+    served = runner_of(forward, mode="PIECEWISE", pieces="breakable")
+    others, stop = list[BaseException](), threading.Event()
+
+    def step() -> None:
+        while not stop.is_set():
+            try:
+                served(x=torch.ones(3, 4))
+            except PoolBusyError:
+                continue
+            except BaseException as error:
+                others.append(error)
+
+    threads = [threading.Thread(target=step) for _ in range(3)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for _ in range(5):
+            with suppress(PoolBusyError):
+                served.recapture()
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(30)
+        sys.setswitchinterval(interval)
+    assert others == []

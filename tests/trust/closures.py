@@ -152,7 +152,7 @@ def defaults_replaced(device):
     return Scenario(forward, between=at_change(lambda: setattr(forward, "__defaults__", (3.0,))))
 
 
-@defect("environment", "silent")
+@defect("environment", "late", told="named")
 def environment_variable(device):
     os.environ["GRAPHRT_TESTS_SCALE"] = "1"
 

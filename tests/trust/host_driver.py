@@ -533,7 +533,9 @@ class Program:
         return outcome
 
     def _is_told(self, made: list[Change]) -> bool:
-        is_told = self.runner.graphs.checks.reads.host.watched > 0 and all(each.is_told for each in made)
+        is_told = self.runner.graphs.checks.reads.host.watched > 0 and all(
+            each.is_told for each in made
+        )
         self.driver.counts["told" if is_told else "looked for"] += len(made)
         return is_told
 

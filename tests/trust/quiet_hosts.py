@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import array
 import collections
+import concurrent.futures
+import configparser
 import contextlib
 import contextvars
 import copy
+import ctypes
 import dataclasses
 import datetime
 import enum
@@ -14,7 +18,12 @@ import heapq
 import io
 import itertools
 import logging
+import os
+import pathlib
+import queue
 import random
+import re
+import tempfile
 import threading
 import time
 import types
@@ -26,6 +35,8 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+
+from graphrt import GraphRunner, InputSpec
 
 WIDTH = 4
 
@@ -514,3 +525,123 @@ def swap_and_back(of: Host) -> Between:
         of.net.linear = before
 
     return between
+
+
+@host
+def environment_that_the_forward_reads(of: Host) -> Between:
+    of.seen = lambda x: os.environ.get("SCALE_OF_A_QUIET_HOST")
+    return lambda step: os.environ.update(STEP_OF_A_QUIET_HOST=str(step))
+
+
+@host
+def streams_that_the_forward_writes(of: Host) -> Between:
+    of.state = io.StringIO()
+    of.seen = lambda x: of.state.write("step")
+    return lambda step: None
+
+
+@host
+def numbers_of_ctypes_and_arrays(of: Host) -> Between:
+    of.state = ctypes.c_int(0), array.array("l", [0]), bytearray(2)
+
+    def between(step: int) -> None:
+        of.state[0].value = of.state[1][0] = of.state[2][0] = step
+
+    return between
+
+
+@host
+def queue_of_requests(of: Host) -> Between:
+    of.state = queue.Queue()
+    return lambda step: (of.state.put(step), of.state.get() if step % 3 else None)
+
+
+@host
+def thread_pool(of: Host) -> Between:
+    of.state = concurrent.futures.ThreadPoolExecutor(1)
+    return lambda step: of.state.submit(len, "step").result()
+
+
+@host
+def condition(of: Host) -> Between:
+    of.state = threading.Condition()
+
+    def between(step: int) -> None:
+        with of.state:
+            of.state.notify_all()
+
+    return between
+
+
+@host
+def gaussian_draws(of: Host) -> Between:
+    of.state = random.Random(0)
+    return lambda step: of.state.gauss(0, 1)
+
+
+@host
+def modes_that_the_forward_enters(of: Host) -> Between:
+    of.state = torch.no_grad(), torch.autocast("cpu", enabled=False)
+
+    def seen(x: torch.Tensor) -> None:
+        with of.state[0], of.state[1]:
+            x.sum()
+
+    of.seen = seen
+    return lambda step: None
+
+
+@host
+def gradient_scaler(of: Host) -> Between:
+    of.state = torch.amp.GradScaler("cpu")
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+
+    def between(step: int) -> None:
+        with torch.enable_grad():
+            of.state.scale(parameter.sum()).backward()
+        of.state.step(optimizer)
+        of.state.update()
+
+    return between
+
+
+@host
+def data_loader(of: Host) -> Between:
+    of.state = torch.utils.data.DataLoader([1.0, 2.0, 3.0], shuffle=True)
+    return lambda step: [*of.state]
+
+
+@host
+def config_file_read_again(of: Host) -> Between:
+    of.state = configparser.ConfigParser()
+    return lambda step: of.state.read_string("[model]\nscale = 1.0")
+
+
+@host
+def distribution_of_the_host(of: Host) -> Between:
+    of.state = torch.distributions.Normal(torch.zeros(2), torch.ones(2))
+    return lambda step: (of.state.sample(), of.state.log_prob(torch.ones(2)))
+
+
+@host
+def pattern_and_path(of: Host) -> Between:
+    of.state = re.compile("step"), pathlib.Path("step")
+    return lambda step: (of.state[0].match("step 1"), str(of.state[1]), hash(of.state[1]))
+
+
+@host
+def file_of_a_log(of: Host) -> Between:
+    of.state = tempfile.TemporaryFile("w+")  # noqa: SIM115
+    return lambda step: of.state.write("step")
+
+
+@host
+def runner_beside_the_model(of: Host) -> Between:
+    layer = nn.Linear(WIDTH, WIDTH)
+    inputs = {"x": InputSpec(torch.float32, ("tokens", WIDTH))}
+    of.state = GraphRunner(
+        lambda x: layer(x), mode="FULL", sizes=[2, 4], inputs=inputs, platform="cpu"
+    )
+    of.state.capture()
+    return lambda step: of.state(x=torch.randn(step % 5 + 1, WIDTH))

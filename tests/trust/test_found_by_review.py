@@ -108,7 +108,8 @@ def test_padding_that_overwrites_a_live_cache_row_is_found_with_an_empty_cache()
         torch.testing.assert_close(result, twin[row].sum(1))
 
     step([1, 2, 3], 0)
-    with pytest.warns(GraphQuarantinedWarning, match="without padding"):
+    named = r"padding \(position=0, row=0\) writes row 0, 0"
+    with pytest.warns(GraphQuarantinedWarning, match=named):
         step([0, 4, 5], 0)
     for at in (1, 2):
         step([1, 2, 3], at)

@@ -23,6 +23,7 @@ from graphrt.trust import host_watch
 from graphrt.trust import reads as reads_module
 from graphrt.trust.host_watch import watch_state
 from graphrt.trust.places.walk import where_is
+from tests.trust import library_programs  # noqa: F401 - adds programs
 from tests.trust.host_programs import (
     HANDLES,
     PROGRAMS,

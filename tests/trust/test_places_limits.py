@@ -258,11 +258,12 @@ def test_numpy_scalars_are_watched_as_numbers():
     assert [*map(same_value, before, values_of(places))] == [True, False]
 
 
-def test_the_walk_skips_locks_torch_generators_and_libraries():
+def test_the_walk_skips_locks_and_libraries_and_does_not_look_into_generators():
     lock, rng, stream = threading.Lock(), torch.Generator(), torch.nn.functional
     places = places_of(lambda x: (lock, rng, stream, torch, np, sys, gc.collect, torch.relu))
     assert places.numbers == [] and places.tensors == []
-    assert [place.path for place, _ in places.objects] == ["<lambda>.__code__"]
+    assert [place.path for place, _ in places.objects] == ["<lambda>.__code__", "closure rng"]
+    assert places.generators == [rng]
 
 
 def test_methods_that_no_called_code_names_are_not_read():

@@ -24,7 +24,7 @@ from graphrt import (
     Reason,
     eager_break,
 )
-from graphrt.errors import GraphQuarantinedWarning
+from graphrt.errors import GraphQuarantinedWarning, PythonStateError
 
 WIDTH = 4
 X = InputSpec(torch.float32, ("tokens", WIDTH))
@@ -767,3 +767,60 @@ def test_a_call_counter_is_found_though_its_run_stops_at_a_custom_operator():
     _, ran, said, _ = served(make, mode="PIECEWISE")
     assert set(ran) == {Reason.QUARANTINED}
     assert len(said) == 1 and "moves a Python number" in said[0]
+
+
+# Optimizers in a forward -------------------------------------------------------------------------
+
+
+class Trained:
+    """A forward that steps an optimizer."""
+
+    def __init__(self, kind: Any, in_part: bool, **arguments: Any) -> None:
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+        self.weight.grad = torch.zeros(WIDTH)
+        self.optimizer = kind([self.weight], **arguments)
+        self.step = eager_break(self.optimizer.step) if in_part else self.optimizer.step
+
+    @torch.no_grad()
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.weight.grad is not None
+        self.weight.grad.copy_(x.sum(0))
+        self.step()
+        return x * self.weight
+
+
+def momentum(in_part: bool = False) -> Trained:
+    return Trained(torch.optim.SGD, in_part, lr=0.1, momentum=0.9)
+
+
+OPTIMIZERS: dict[str, tuple[Callable[[], Trained], str]] = {
+    "momentum": (momentum, "FULL"),
+    "momentum in a part": (lambda: momentum(in_part=True), "PIECEWISE"),
+    "Adam in a part": (lambda: Trained(torch.optim.Adam, in_part=True, lr=0.1), "PIECEWISE"),
+}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_that_an_optimizer_makes_in_a_warm_up_is_named_and_put_back(name, level):
+    make, mode = OPTIMIZERS[name]
+    forward = make()
+    with pytest.raises(PythonStateError, match=r"optimizer\.state\[<Parameter>\]"):
+        runner_of(forward, level, mode=mode)
+    assert not forward.optimizer.state
+    assert torch.equal(forward.weight, torch.ones(WIDTH))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_that_has_stepped_before_the_capture_is_replayed(name, level):
+    make, mode = OPTIMIZERS[name]
+
+    def stepped() -> Trained:
+        forward = make()
+        forward(rows(4))
+        return forward
+
+    right, ran, said, _ = served(stepped, level=level, mode=mode)
+    assert right and said == []
+    assert {*ran} == {Reason.HIT}

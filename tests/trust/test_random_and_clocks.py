@@ -6,6 +6,7 @@ import itertools
 import os
 import random
 import time
+import types
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -105,6 +106,91 @@ def test_draws_from_a_generator_of_the_forward_are_replayed_without_warnings():
     part = eager_break(lambda x: x + torch.randn(x.shape, generator=own))
     goes_on(lambda x: part(part(x + 1)) + 1, "PIECEWISE")
     goes_on(lambda x: x + torch.rand(x.shape, generator=own) + torch.rand(x.shape, generator=own))
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_a_generator_of_the_forwards_own_goes_on_from_step_to_step(mode):
+    own, twin = (torch.Generator().manual_seed(3) for _ in range(2))
+
+    def forward(x, generator=own):
+        return x + torch.rand(x.shape, generator=generator)
+
+    runner = runner_of(forward, mode)
+    for count in (4, 4, 2, 4, 1, 2):
+        x = torch.randn(count, WIDTH)
+        assert torch.equal(runner(x=x), forward(x, twin))
+        assert runner.last_dispatch.reason is Reason.HIT
+    # The host seeds it between two steps.
+    own.manual_seed(5)
+    twin.manual_seed(5)
+    assert torch.equal(runner(x=x), forward(x, twin))
+
+
+def test_a_harmless_change_is_no_quarantine_in_a_forward_with_a_generator_of_its_own():
+    """Each operator is given the generator as another Python object."""
+    held = types.SimpleNamespace(own=torch.Generator().manual_seed(3), step=0)
+
+    def forward(x):
+        return x + torch.rand(x.shape, generator=held.own)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        runner = runner_of(forward)
+        for step in range(12):
+            held.step = step
+            runner.weights_changed()
+            runner(x=torch.randn(4, WIDTH))
+            assert runner.last_dispatch.reason is Reason.HIT
+
+
+OWN = torch.Generator()
+
+
+def seeded_first(x):
+    OWN.manual_seed(1)
+    return x + torch.rand(x.shape, generator=OWN)
+
+
+def seeded_last(x):
+    y = x + torch.rand(x.shape, generator=OWN)
+    OWN.manual_seed(1)
+    return y
+
+
+def put_back(x):
+    state = OWN.get_state()
+    y = x + torch.rand(x.shape, generator=OWN)
+    OWN.set_state(state)
+    return y
+
+
+def forked(x):
+    with torch.random.fork_rng(devices=[]):
+        return x + torch.rand_like(x)
+
+
+SEEDING = [seeded_first, seeded_last, put_back, forked]
+
+
+@pytest.mark.parametrize("forward", SEEDING, ids=lambda each: each.__name__)
+def test_a_forward_that_seeds_a_generator_or_puts_its_state_back_is_named(forward):
+    OWN.manual_seed(1)
+    runner = runner_of(forward)
+    x = torch.randn(4, WIDTH)
+    with pytest.warns(GraphQuarantinedWarning, match="the forward seeds a generator"):
+        runner(x=x)
+    state, default = OWN.get_state(), torch.get_rng_state()
+    wanted = forward(x)
+    OWN.set_state(state)
+    torch.set_rng_state(default)
+    assert torch.equal(runner(x=x), wanted)
+
+
+@pytest.mark.parametrize("forward", SEEDING, ids=lambda each: each.__name__)
+def test_an_eager_part_may_seed_a_generator(forward):
+    OWN.manual_seed(1)
+    part = eager_break(forward)
+    goes_on(lambda x: part(x + 1) + 1, "PIECEWISE")
 
 
 MIXING = {

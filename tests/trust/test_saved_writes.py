@@ -137,7 +137,7 @@ def test_after_a_memory_error_in_a_copy_the_next_run_is_saved(name, monkeypatch)
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr("graphrt.trust.watching.writes._Region", no_memory)
+        patch.setattr("graphrt.trust.watching.writes.Region", no_memory)
         with pytest.raises(MemoryError):
             Watch(saves=saves).around(lambda: WRITES[name](base, 1, 2.0))
     Watch(saves=saves).around(lambda: WRITES[name](base, 1, 2.0))

@@ -28,6 +28,7 @@ from graphrt.core.base.errors import PythonStateError, StateTooLargeError
 from graphrt.trust.reads import ReadSet
 from graphrt.trust.snapshot import StateSnapshot
 from graphrt.trust.warm_up import WarmedUp, WatchedState
+from graphrt.trust.watching.padding import PaddingRows
 
 WIDTH = 4
 PADDED = InputSpec(torch.float32, ("tokens", WIDTH), pad=1.0)
@@ -43,7 +44,7 @@ def watched(
         {} if warmed_up is None else warmed_up,
         is_in_graphs=lambda _: False,
         has_parts=True,
-        **{"pads": (), **more},
+        **{"pads": (), "padding": PaddingRows(), **more},
     )
 
 

@@ -91,8 +91,6 @@ class TritonAttention(AttentionBackend):
             for query_len in range(1, max_query_len + 1)
         }
         self._workspace = self._new_workspace(device)
-        # The `_key` of the step whose spans are in `_workspace.schedule`.
-        self._scheduled: tuple[object, object] | None = None
         self._task = UpdatableTask(
             group, self._issue, {"num_splits": HostArg(axis=None)}, at_capture=self._worst_case
         )
@@ -158,12 +156,17 @@ class TritonAttention(AttentionBackend):
             # Nothing is prepared, so `run` issues the task.
             return step
         if step.max_context <= max(SHORT, room.shortest_span(reqs)):
-            return replace(step, prepared=Splits(1))
+            return replace(step, prepared=(Splits(1), self._workspace))
         if self.splits != "fixed":
-            step = replace(step, prepared=scheduled_splits(reqs, room, step.max_context))
-            self._schedule(step)
-            return step
-        return replace(step, prepared=fixed_splits([step.max_context] * reqs, room))
+            splits = scheduled_splits(reqs, room, step.max_context)
+            # The step's own: two steps of one forward may be under way.
+            size = 1 + reqs + splits.num_splits
+            spans = step.context_lens.new_empty(size, dtype=torch.int32)
+            workspace = replace(self._workspace, schedule=spans)
+            schedule_spans(step, room, workspace)
+            return replace(step, prepared=(splits, workspace))
+        splits = fixed_splits([step.max_context] * reqs, room)
+        return replace(step, prepared=(splits, self._workspace))
 
     def run(
         self,
@@ -178,21 +181,13 @@ class TritonAttention(AttentionBackend):
         elif step.prepared is None:
             self._task(step, query, caches, out)
         else:
-            if step.prepared.scheduled and self._scheduled != _key(step):
-                # Another step of the same forward has overwritten the schedule.
-                self._schedule(step)
-            paged_decode(self.shape, step, query, caches, out, step.prepared, self._workspace)
+            paged_decode(self.shape, step, query, caches, out, *step.prepared)
 
     @property
     def workspace_bytes(self) -> int:
         """Device memory of the persistent buffers."""
         buffers = vars(self._workspace).values()
         return sum(buffer.numel() * buffer.element_size() for buffer in buffers)
-
-    def _schedule(self, step: AttentionStep) -> None:
-        assert step.query_len is not None
-        schedule_spans(step, self._rooms[step.query_len], self._workspace)
-        self._scheduled = _key(step)
 
     def _updatable(self) -> bool:
         """Whether this step has host arguments. A uniform batch under PIECEWISE has none."""
@@ -233,16 +228,10 @@ class TritonAttention(AttentionBackend):
         )
         floats: dict[str, Any] = {"dtype": torch.float32, "device": device}
         return Workspace(
-            torch.zeros(1 + reqs + max(spans.values()), dtype=torch.int32, device=device),
+            torch.zeros(1, dtype=torch.int32, device=device),
             torch.empty(rows * self.shape.value_dim, **floats),
             torch.empty(rows, **floats),
         )
-
-
-def _key(step: AttentionStep) -> tuple[object, object]:
-    """Equal only for one `begin` in one step: a replay has the step of the capture."""
-    context = current_context()
-    return None if context is None else context.token, step.serial
 
 
 def _check_tables(step: AttentionStep) -> None:

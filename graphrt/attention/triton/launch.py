@@ -75,8 +75,9 @@ def row_blocks(shape: AttentionShape, query_len: int) -> int:
 
 @dataclass(frozen=True)
 class Workspace:
-    """Persistent buffers of a backend: `schedule` int32 as `schedule_spans` writes it, and the
-    outputs of spans, `partial` [spans * rows * value_dim] and `sums` [spans * rows], float32."""
+    """Buffers of a step: `schedule` int32 as `schedule_spans` writes it, and the outputs of spans,
+    `partial` [spans * rows * value_dim] and `sums` [spans * rows], float32, which all steps share.
+    """
 
     schedule: torch.Tensor
     partial: torch.Tensor

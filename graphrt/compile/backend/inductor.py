@@ -12,7 +12,13 @@ import torch
 from torch import fx
 
 from graphrt.compile.backend.inductor_mends import select_elements
-from graphrt.compile.backend.process import compiling, keep_libraries, loading, new_directory
+from graphrt.compile.backend.process import (
+    compiling,
+    keep_libraries,
+    loading,
+    new_directory,
+    trusted_folders,
+)
 from graphrt.compile.errors import CompileError
 from graphrt.compile.private_torch.inductor import (
     Artifact,
@@ -113,7 +119,8 @@ def why_not(device_type: str, *, compiles: bool = True) -> str:
         if not compiles:
             return ""
         try:
-            find_cpp_compiler()
+            with trusted_folders():
+                find_cpp_compiler()
         except Exception as error:
             return f"Inductor needs a C++ compiler: {error}"
         return ""

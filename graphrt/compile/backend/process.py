@@ -20,8 +20,11 @@ from typing import Any
 import torch
 
 from graphrt.compile.cache.key.versions import cpu_features
+from graphrt.compile.cache.permissions import check_tree
+from graphrt.compile.cache.store import warn
+from graphrt.compile.errors import CompileError
 from graphrt.compile.locks import process_lock
-from graphrt.compile.private_torch.inductor import compiler_directory
+from graphrt.compile.private_torch.inductor import compiler_directory, default_compiler_directory
 from graphrt.compile.private_torch.patches import (
     Load,
     code_forgotten_after_tuning,
@@ -30,13 +33,20 @@ from graphrt.compile.private_torch.patches import (
     load_library,
     one_code_for_sums,
     sizes_of_floats,
+    without_kept_headers,
 )
 
 _lock = process_lock()
 _directories: dict[int, str] = {}
 """Number of a process -> its directory: a forked process makes its own."""
+_own_folders: dict[int, str] = {}
+"""Number of a process -> its compiler's folder, in place of one that others may write."""
 
 _TRITON_VARIABLE = "TRITON_CACHE_DIR"
+_INDUCTOR_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+
+_walked: set[str] = set()
+"""Folders whose content was checked. Nobody else could write there since: see `check_tree`."""
 
 
 @contextlib.contextmanager
@@ -63,12 +73,71 @@ def compiling() -> Iterator[dict[str, Path]]:
 
     with (
         _lock,
+        trusted_folders(),
         code_forgotten_after_tuning(),
         one_code_for_sums(),
         sizes_of_floats(),
         library_loads(note_library),
     ):
         yield built
+
+
+@contextlib.contextmanager
+def trusted_folders() -> Iterator[None]:
+    """Have Inductor and Triton use their own folders only where nobody but this user and root may
+    write, and else a folder of this process, with a warning.
+
+    They run the libraries, kernels and Python that they find there, and graphrt keeps them in its
+    cache for later starts. By default the folder is in the system's temporary directory, where
+    anybody may have made it. Inductor always keeps precompiled C++ headers there.
+    """
+    default = default_compiler_directory()
+    folder = os.environ.get(_INDUCTOR_VARIABLE) or default
+    triton = os.environ.get(_TRITON_VARIABLE)
+    with _lock, contextlib.ExitStack() as block:
+        if not all(_is_trusted(each) for each in (folder, triton) if each):
+            own = _own_folder()
+            block.enter_context(compiler_directory(own))
+            block.enter_context(_triton_directory(f"{own}/triton"))
+        elif (real := os.path.realpath(folder)) != os.path.abspath(folder):
+            # Whoever made a link in the path may let it lead elsewhere after the check.
+            block.enter_context(compiler_directory(real))
+        if not _is_trusted(default):
+            block.enter_context(without_kept_headers())
+        yield
+
+
+def _is_trusted(folder: str) -> bool:
+    """Whether only this user and root may write a folder; warns if others may."""
+    try:
+        check_tree(Path(os.path.abspath(folder)), below=folder not in _walked)
+    except OSError as error:
+        warn(
+            f"the compiler's folder {folder} is not used, as what it holds is run as code and kept "
+            f"in the compile cache: {error}; or set {_INDUCTOR_VARIABLE}, and for precompiled "
+            "headers TMPDIR, to a folder of your own"
+        )
+        return False
+    _walked.add(folder)
+    return True
+
+
+def _own_folder() -> str:
+    """A folder for the compiler's caches that lasts as long as the process. Raises `CompileError`
+    where others may write in the temporary directory."""
+    folder = _own_folders.get(os.getpid(), "")
+    if not os.path.isdir(folder):
+        folder = _own_folders[os.getpid()] = new_directory()
+    try:
+        check_tree(Path(folder), below=False)
+    except OSError as error:
+        raise CompileError(
+            "others may write everywhere that a compiler may keep its files",
+            got=str(error),
+            expected="a temporary directory that is sticky, or writable by this user alone",
+            advice="set TMPDIR to a folder of your own",
+        ) from error
+    return folder
 
 
 @contextlib.contextmanager

@@ -26,6 +26,7 @@ from graphrt.core.base.errors import GraphRTError, InvalidOptionError
 from graphrt.core.base.option_values import shown
 
 _KEY_NAME = re.compile(r"[0-9a-f]{16}")
+_LEFTOVER_NAME = re.compile(re.escape(TEMP_PREFIX) + r"[0-9a-f]{12}")
 _RANK_PREFIX = "rank_"
 _MOST_SHOWN = 8
 
@@ -93,14 +94,18 @@ def find_key(directory: Path, prefix: str) -> StoredKey:
 
 
 def remove(keys: Iterable[StoredKey]) -> None:
-    """Remove keys, each in one step for other processes, and leftovers of killed removals."""
+    """Remove keys, each in one step for other processes, and leftovers of killed removals beside
+    them."""
+    roots = set()
     for each in keys:
-        root = each.directory.parent
-        aside = root / f"{TEMP_PREFIX}{uuid.uuid4().hex[:12]}"
+        roots.add(each.directory.parent)
+        aside = each.directory.with_name(f"{TEMP_PREFIX}{uuid.uuid4().hex[:12]}")
         with contextlib.suppress(FileNotFoundError):
             os.replace(each.directory, aside)
+    for root in roots:
         for leftover in root.glob(f"{TEMP_PREFIX}*"):
-            remove_tree(leftover)
+            if _LEFTOVER_NAME.fullmatch(leftover.name) and _holds_a_key(leftover, half_gone=True):
+                remove_tree(leftover)
 
 
 def explain_miss(directory: Path, key: CacheKey) -> str:
@@ -123,7 +128,18 @@ def pieces_in(rank: Path) -> dict[str, int]:
 
 
 def _is_key(path: Path) -> bool:
-    return _KEY_NAME.fullmatch(path.name) is not None and path.is_dir()
+    return _KEY_NAME.fullmatch(path.name) is not None and _holds_a_key(path)
+
+
+def _holds_a_key(path: Path, *, half_gone: bool = False) -> bool:
+    """Whether a directory, and no link to one, has what a key's directory has and nothing else: a
+    folder of another program may have the name of a key. Of one that is `half_gone` all may be."""
+    try:
+        names = os.listdir(path)
+    except OSError:
+        return False  # a file, or gone by now, or of another user
+    known = [n for n in names if n == KEY_FILE or n.startswith((_RANK_PREFIX, TEMP_PREFIX))]
+    return not path.is_symlink() and known == names and (half_gone or bool(names))
 
 
 def _stored_key(directory: Path) -> StoredKey:

@@ -1,4 +1,5 @@
-"""Reads the compile cache only where nobody but its user and root may write.
+"""Reads the compile cache, and has a compiler use its own, only where nobody but its user and root
+may write.
 
 Every directory of the path, and the file, is opened relative to the descriptor of the one before.
 It is checked and read by its own descriptor, so a file that is put in its place in between is never
@@ -10,10 +11,12 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_OTHERS_ENTER = stat.S_IXGRP | stat.S_IXOTH
 _CAN_CHECK = os.open in os.supports_dir_fd
 if _CAN_CHECK:
     # With O_PATH, which some systems lack, a directory of the path need not be readable.
@@ -60,6 +63,45 @@ def opened(root: Path, *below: str) -> Iterator[int | None]:
             stack.callback(os.close, descriptor)
             _check_owner(os.fstat(descriptor), path, above=depth < len(names) - len(below) - 1)
         yield descriptor
+
+
+def check_tree(root: Path, *, below: bool = True) -> None:
+    """Raise `RefusedError`, and other `OSError`, unless only this user and root may change a
+    directory, and with `below` everything in it. A missing one is made, for this user alone.
+
+    For a compiler that reads and writes by path. Directories that it makes get the rights that the
+    process gives: a group that may write them is refused too. Where nobody else may enter `root`,
+    the rights of what is in it do not matter.
+    """
+    make_private(root)
+    with opened(root) as top:
+        if top is None:
+            raise FileNotFoundError(f"{root} is gone")
+        is_open = bool(os.fstat(top).st_mode & _OTHERS_ENTER)
+        if is_open and _new_directories_are_shared():
+            raise RefusedError(
+                f"others may enter {root}, and write what this process makes there "
+                f"(umask): chmod -R go-rwx {root}"
+            )
+        for path, directories, files, descriptor in os.fwalk(dir_fd=top) if below else ():
+            for name in (*directories, *files):
+                with contextlib.suppress(FileNotFoundError):  # another process removed it
+                    status = os.stat(name, dir_fd=descriptor, follow_symlinks=False)
+                    each = root / path / name
+                    if stat.S_ISLNK(status.st_mode):
+                        raise RefusedError(f"{each} is a symbolic link")
+                    if is_open:
+                        _check_owner(status, each, above=False)
+                    else:
+                        _check_user(status, each)
+
+
+def _new_directories_are_shared() -> bool:
+    """Whether others may write the directories that this process makes. `os.umask` would tell by
+    changing it, for other threads too."""
+    with tempfile.TemporaryDirectory(prefix="graphrt-") as own:
+        os.mkdir(probe := os.path.join(own, "probe"))
+        return bool(os.stat(probe).st_mode & _OTHERS_WRITE)
 
 
 def read_file(directory: int, name: str, most_bytes: int) -> bytes:
@@ -113,9 +155,13 @@ def _check_owner(status: os.stat_result, path: Path, *, above: bool) -> None:
     In a sticky directory `above` the cache, such as /tmp, others may make files of their own: they
     can neither rename nor replace ours, and everything below is checked itself.
     """
-    if status.st_uid not in (os.geteuid(), 0):
-        raise RefusedError(f"{path} belongs to user {status.st_uid}, not to {os.geteuid()} or root")
+    _check_user(status, path)
     if status.st_mode & _OTHERS_WRITE and not (above and status.st_mode & stat.S_ISVTX):
         raise RefusedError(
             f"{path} may be written by others ({stat.filemode(status.st_mode)}): chmod go-w {path}"
         )
+
+
+def _check_user(status: os.stat_result, path: Path) -> None:
+    if status.st_uid not in (os.geteuid(), 0):
+        raise RefusedError(f"{path} belongs to user {status.st_uid}, not to {os.geteuid()} or root")

@@ -6,6 +6,7 @@ import inspect
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from types import CodeType
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import fx
 
 from graphrt.compile.backend.choice import Backend, backend_for
 from graphrt.compile.cache.key.parts import Compilation
-from graphrt.compile.errors import ReassignedStateError
+from graphrt.compile.errors import CompileError, ReassignedStateError
 from graphrt.compile.options import CompileOptions
 from graphrt.compile.pieces.cached import CachedPieces
 from graphrt.compile.pieces.compiler import Compiler
@@ -30,9 +31,12 @@ from graphrt.compile.pieces.wrapping import (
 from graphrt.compile.split.contexts import restoring_settings
 from graphrt.compile.split.graph import Piece, split
 from graphrt.compile.split.groups import DEFAULT_SPLITTING_OPS, splits_at, splitting_names
+from graphrt.compile.split.identity import normalised
 from graphrt.compile.trace.call import TracedCall, trace_call
 from graphrt.compile.trace.check import CallChecker, Overlaps, SmallAxes
+from graphrt.compile.trace.interface import Weight
 from graphrt.compile.trace.outside import Outside
+from graphrt.compile.trace.sizes import placeholders
 from graphrt.compile.trace.subject import Subject
 from graphrt.core.base.errors import InvalidOptionError
 from graphrt.core.base.log import logger
@@ -60,6 +64,8 @@ class Built:
     """The wrappers that capture pieces, or all of `run`; none without a pool."""
     codes: tuple[CodeType, ...]
     """The code objects that Dynamo inlined."""
+    identity: Sequence[str] | None
+    """See `_identity`."""
     computation_graph: str
     """The graph and its pieces as Python, for people."""
     figures: Figures = field(default_factory=Figures)
@@ -81,7 +87,7 @@ def build(
     figures = Figures()
     started = time.perf_counter()
     traced_call = _traced(subject, bound, options, figures, graphs=graphs)
-    traced = traced_call.traced
+    traced, identity = traced_call.traced, _identity(subject, traced_call)
     backend, cache = _backend(subject, traced_call, options, figures)
     partitioned, figures.partition_reason = partitions(options, traced_call.device.type)
     split_at = _checked_operators(options.splitting_ops)
@@ -122,9 +128,51 @@ def build(
         tuple(pieces),
         tuple(wrappers),
         traced.codes,
+        identity,
         text,
         figures,
     )
+
+
+def accept_state(
+    built: Built, subject: Subject, bound: inspect.BoundArguments, options: CompileOptions
+) -> bool:
+    """Trace a subject that has changed. If the code of `built` is right for it too, calls with its
+    state as it is now pass the checks from here on. Returns whether they do."""
+    try:
+        traced_call = _traced(subject, bound, options, Figures(), graphs=True)
+    except CompileError as error:
+        logger.info("%s cannot be traced again: %s", type(subject.module).__name__, error)
+        return False
+    outside = traced_call.outside
+    # `subject` has the defaults of the first trace: `holds` compares them.
+    if built.identity is None or _identity(subject, traced_call) != built.identity:
+        return False
+    if not outside.holds(bound.arguments, bound.args, bound.kwargs):
+        return False
+    built.outside.accept(outside)
+    return True
+
+
+def _identity(subject: Subject, traced_call: TracedCall) -> list[str] | None:
+    """Lines that are equal for two traces of a subject if one code is right for both. None if the
+    code that calls the graph is Dynamo's: such code cannot be compared."""
+    around, traced = traced_call.around, traced_call.traced
+    if around is None:
+        return None
+    # A replaced weight keeps its name.
+    names = {id(weight): name for name, weight in subject.weights().items()}
+    texts = [
+        names.get(id(each.tensor), repr(each)) if isinstance(each, Weight) else each
+        for each in around.inputs
+    ]
+    # By their names, as a hook that is added moves an input to another place in Dynamo's order.
+    inputs = dict(sorted(zip(placeholders(traced.graph), texts, strict=True), key=itemgetter(1)))
+    nodes = [*inputs, *(n for n in traced.graph.graph.nodes if n not in inputs)]
+    axes = sorted(f"{symbol} is {axis}" for symbol, axis in traced_call.axes.items())
+    conditions = sorted(map(str, traced.conditions))
+    result = repr(around.result)
+    return [*inputs.values(), result, *conditions, *axes, *normalised(traced.graph, nodes)]
 
 
 def _traced(

@@ -69,10 +69,15 @@ class GuardFilter:
         """Names of functions' `__defaults__`."""
         self.kept_alive: list[object] = []
         """Functions, classes and modules that guards compare by id."""
+        self.kinds: dict[type, None] = {}
+        """Classes whose objects the forward reads, and those that it reads themselves."""
         self.read: frozenset[str] = frozenset()
 
     def __call__(self, entries: Sequence[GuardEntry]) -> list[bool]:
         for each in entries:
+            if each.has_value:
+                kind = each.value if isinstance(each.value, type) else type(each.value)
+                self.kinds[kind] = None
             if each.has_value and type(each.value) is float and each.value == 0:
                 self.zeros[_name(each)] = None
             if default := _DEFAULT.fullmatch(_name(each)):
@@ -143,6 +148,8 @@ class Guards:
         self._properties += [
             self._property_of(name, len, "len({0}) == {2}", arguments) for name in kept.defaults
         ]
+        self.kinds = tuple(kept.kinds)
+        """Classes whose methods the forward may call."""
         # Kept alive, as the check uses them.
         self._kept = (manager, kept.kept_alive)
 

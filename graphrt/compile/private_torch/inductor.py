@@ -50,6 +50,11 @@ _DIRECTORY = NAMES.declare(
     without="pieces are compiled again, after a warning",
 )
 
+_DEFAULT_DIRECTORY = NAMES.declare(
+    "torch._inductor.runtime.cache_dir_utils.default_cache_dir",
+    without="TORCHINDUCTOR_CACHE_DIR has to be set",
+)
+
 SaveFormat = Literal["binary", "unpacked"]
 
 
@@ -147,3 +152,8 @@ def compiler_directory(path: str) -> AbstractContextManager[Any]:
     """Inductor's caches are at `path` in the block, for the whole process."""
     block: AbstractContextManager[Any] = _DIRECTORY.find()(path)
     return block
+
+
+def default_compiler_directory() -> str:
+    """Where Inductor keeps its caches unless it is told, and C++ headers in any case."""
+    return str(_DEFAULT_DIRECTORY.find()())

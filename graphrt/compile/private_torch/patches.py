@@ -211,3 +211,11 @@ def partitions_taken(
             yield
         finally:
             hook.wrapper = before
+
+
+def without_kept_headers() -> AbstractContextManager[None]:
+    """Inductor compiles C++ without precompiled headers in the block."""
+    block: AbstractContextManager[None] = _INDUCTOR_PATCH.find()(
+        {"cpp_cache_precompile_headers": False}
+    )
+    return block

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from types import FunctionType
 from typing import Any
 
@@ -29,12 +30,13 @@ def fingerprint(graph: fx.GraphModule) -> str:
     return hashlib.sha256("\n".join(normalised(graph)).encode()).hexdigest()
 
 
-def normalised(graph: fx.GraphModule) -> list[str]:
-    """The lines that are hashed."""
+def normalised(graph: fx.GraphModule, nodes: Iterable[fx.Node] | None = None) -> list[str]:
+    """The lines that are hashed. `nodes` are those of the graph, with its inputs in the order in
+    which they are numbered."""
     numbers: dict[fx.Node, str] = {}
     storages: dict[int, int] = {}
     lines = []
-    for node in graph.graph.nodes:
+    for node in nodes or graph.graph.nodes:
         numbers[node] = name = f"%{len(numbers)}"
         if node.op == "placeholder":
             lines.append(f"{name} = input {_described(value_of(node), storages)}")

@@ -170,7 +170,7 @@ def _outside(
         for index, value in enumerate(traced.inputs_of(*args, **kwargs))
         if isinstance(value, torch.Tensor) and id(value) not in named
     }
-    methods = subject.methods(traced.codes)
+    methods = subject.methods(traced.codes, traced.guards.kinds)
     return Outside(
         traced.guards,
         traced.rewritten,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from graphrt.compile.errors import RetraceError, TraceError
-from graphrt.compile.trace.dims import DynamicDims, sizes_of
+from graphrt.compile.trace.dims import DynamicDims, sizes_of, strides_at
 from graphrt.compile.trace.parameters import Leaf
 from graphrt.core.base.option_values import shown
 
@@ -27,13 +27,16 @@ _PROPERTIES = (
 )
 
 
+_Layout = tuple[tuple[int, ...], tuple[int, ...]]
+
+
 class _Tensor(NamedTuple):
     """A tensor argument of the trace. `_PROPERTIES` names its `properties`; `shape` has None for a
-    batch dimension; `strides` is None for a contiguous tensor."""
+    batch dimension; `layout` has the shape and the strides, None for a contiguous tensor."""
 
     properties: tuple[object, ...]
     shape: tuple[int | None, ...]
-    strides: tuple[int, ...] | None
+    layout: _Layout | None
 
 
 class CallChecker:
@@ -146,14 +149,14 @@ class CallChecker:
             return value
         dims = self._dims.of(leaf)
         shape = tuple(None if dim in dims else n for dim, n in enumerate(value.shape))
-        strides = None
+        layout = None
         if value.layout is torch.strided:
             is_usual = value.is_contiguous()
             if self._asks_for_strides:
                 # One row cut out of wider ones is contiguous, but has the stride of the wider rows.
                 is_usual &= value.stride() == _new_strides(value.shape)
-            strides = None if is_usual else value.stride()
-        return _Tensor(self._properties_of(value), shape, strides)
+            layout = None if is_usual else (tuple(value.shape), value.stride())
+        return _Tensor(self._properties_of(value), shape, layout)
 
     def _properties_of(self, value: torch.Tensor) -> tuple[object, ...]:
         kind = torch.Tensor if isinstance(value, torch.nn.Parameter) else type(value)
@@ -175,7 +178,7 @@ class CallChecker:
             raise next(_changed(path, *each) for each in both if each[1] != each[2])
         self._check_shape(path, value, expected.shape)
         if value.layout is torch.strided:
-            self._check_strides(path, value, expected.strides)
+            self._check_strides(path, value, expected.layout)
 
     def _check_shape(
         self, path: str, value: torch.Tensor, expected: tuple[int | None, ...]
@@ -189,12 +192,14 @@ class CallChecker:
                 what = f"the size of dimension {dim}, which is no batch dimension"
                 raise _changed(path, what, tuple(value.shape), _shape_text(expected))
 
-    def _check_strides(
-        self, path: str, value: torch.Tensor, expected: tuple[int, ...] | None
-    ) -> None:
+    def _check_strides(self, path: str, value: torch.Tensor, layout: _Layout | None) -> None:
         strides = value.stride()
-        if expected is not None:
-            if strides != expected and (self._asks_for_strides or value.numel() > 1):
+        if layout is not None:
+            expected = strides_at(*layout, value.shape)
+            both = zip(value.shape, strides, expected, strict=True)
+            # No operator depends on the stride of a dimension of size 1.
+            differ = value.numel() > 1 and any(n != 1 and ours != then for n, ours, then in both)
+            if differ or (self._asks_for_strides and strides != expected):
                 raise _changed(path, "the strides", strides, expected)
         elif not value.is_contiguous():
             raise _changed(path, "the strides", strides, "contiguous")

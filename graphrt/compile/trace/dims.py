@@ -142,11 +142,29 @@ def examples(
         if value.is_contiguous():
             example = torch.empty(shape, dtype=value.dtype, device=value.device)
         else:
-            example = torch.empty_strided(
-                shape, value.stride(), dtype=value.dtype, device=value.device
-            )
+            strides = strides_at(value.shape, value.stride(), shape)
+            example = torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device)
         tensors[leaf.path] = example.requires_grad_(value.requires_grad)
     return tensors
+
+
+def strides_at(
+    shape: Sequence[int], strides: Sequence[int], other_shape: Sequence[int]
+) -> tuple[int, ...]:
+    """The strides that a tensor of `shape` and `strides` has at another shape.
+
+    Those of a transposed or expanded tensor without gaps follow its sizes: `x.t()` of (4, n) has
+    (1, n). Those of rows or columns that were cut out of wider ones stay as they are.
+    """
+    spread = [dim for dim, size in enumerate(shape) if size != 1 and strides[dim]]
+    other, step, other_step = list(strides), 1, 1
+    for dim in sorted(spread, key=lambda dim: strides[dim]):
+        if strides[dim] != step:
+            return tuple(strides)
+        other[dim] = other_step
+        step *= max(shape[dim], 1)
+        other_step *= max(other_shape[dim], 1)
+    return tuple(other)
 
 
 def _axis(text: object) -> Axis:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import linecache
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -246,6 +247,9 @@ def _tracing(hook: Callable[[CodeType, CodeType], None], *, oblivious: bool) -> 
     """With `oblivious`, a branch of the forward on a size of 1 becomes a condition of the trace;
     operators are traced for larger sizes."""
     with ExitStack() as stack:
+        # Dynamo would trace a profiler in Python, such as that of a trial, in the forward's place.
+        stack.callback(sys.setprofile, sys.getprofile())
+        sys.setprofile(None)
         stack.enter_context(errors_told_once())
         stack.enter_context(new_code_shown(hook))
         stack.enter_context(torch.no_grad())

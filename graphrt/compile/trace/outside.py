@@ -14,7 +14,7 @@ from graphrt.compile.errors import RetraceError
 from graphrt.compile.private_torch.guards import Guards, function_modes, hooks_of_all_modules
 from graphrt.compile.trace._side_effects import Rewritten, readable_name
 from graphrt.compile.trace.parameters import NO_DEFAULT, Parameters
-from graphrt.compile.trace.subject import Method, kind_of, kind_text
+from graphrt.compile.trace.subject import Method, kind_of, kind_text, method_of
 from graphrt.core.base.thread_mode import without_free_keys
 from graphrt.trust.checks import Ambient
 
@@ -70,6 +70,12 @@ class Outside:
         self._unnamed = dict(unnamed)
         self._kinds = {index: kind_of(tensor) for index, tensor in unnamed.items()}
         self._gathered_each_call = gathered_each_call
+        # The checks of later traces that gave the same code: see `accept`.
+        self._accepted: list[Outside] = []
+
+    def accept(self, other: Outside) -> None:
+        """Take the state of another trace too, for which the code is the same."""
+        self._accepted.append(other)
 
     def check_settings(self) -> None:
         """Raise `RetraceError` if a setting of the process that operators depend on has changed;
@@ -88,6 +94,25 @@ class Outside:
 
         `arguments` are those of a call by the names of parameters, `args` and `kwargs` the same.
         """
+        try:
+            self._check_state(arguments, args, kwargs)
+        except RetraceError:
+            if not any(each.holds(arguments, args, kwargs) for each in self._accepted):
+                raise
+
+    def holds(
+        self, arguments: Mapping[str, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> bool:
+        """Whether `check_state` raises nothing."""
+        try:
+            self.check_state(arguments, args, kwargs)
+        except RetraceError:
+            return False
+        return True
+
+    def _check_state(
+        self, arguments: Mapping[str, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
         hold = partial(self._guards.hold, arguments)
         # A capture on the CPU includes a dispatch key. A guard on a tensor's keys (Whisper's cache)
         # would take it for a change of the tensor.
@@ -116,7 +141,7 @@ class Outside:
 
     def _check_methods(self) -> None:
         for owner, name, function, code in self._methods:
-            now = getattr(owner, name, None)
+            now = method_of(owner, name)
             if now is not function or function.__code__ is not code:
                 raise _changed(f"{owner.__qualname__}.{name}", "another function")
 

@@ -139,7 +139,10 @@ def _next(values: Iterator[Any], _: object) -> Any:
 
 
 def _defaults_of(function: Any) -> dict[str, object]:
-    """The defaults of a Python function by the names of its parameters; {} of another callable."""
+    """The defaults of a Python function, or of a partial of one, by the names of its parameters; {}
+    of another callable."""
+    if isinstance(function, partial):
+        return {**_defaults_of(function.func), **function.keywords}
     if not isinstance(function, FunctionType):
         return {}
     values, code = function.__defaults__ or (), function.__code__

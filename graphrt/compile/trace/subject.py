@@ -33,7 +33,7 @@ Holding = tuple[Held, Any, Any]
 
 
 Method = tuple[type, str, FunctionType, CodeType]
-"""(class of a module, name of a method, its function, the function's code)"""
+"""(class, name of a method, its function, the function's code)"""
 
 
 @dataclass(frozen=True)
@@ -69,21 +69,29 @@ class Subject:
         holdings: list[Holding] = []
         for _, module in self._modules():
             attributes = vars(module)
-            for held in held_by(module):
+            own_dicts = held_by(module)
+            for held in own_dicts:
                 holdings += [(held, name, value) for name, value in held.items()]
             for name, value in attributes.items():
+                # `module._parameters` may be replaced by another dict.
+                if name[0] != "_" or any(value is each for each in own_dicts):
+                    holdings += [(attributes, name, value)]
                 if name[0] != "_":
-                    holdings += [(attributes, name, value), *_holdings_in(value)]
+                    holdings += _holdings_in(value)
         return holdings
 
-    def methods(self, codes: Iterable[CodeType]) -> list[Method]:
-        """The modules' methods whose code is among `codes`."""
+    def methods(self, codes: Iterable[CodeType], kinds: Iterable[type] = ()) -> list[Method]:
+        """The methods of the modules' classes, and of other `kinds`, whose code is among `codes`.
+        Dynamo guards getters of properties itself."""
         traced = set(codes)
         methods: list[Method] = []
-        for kind in {type(module): None for _, module in self._modules()}:
+        for kind in {
+            **{type(module): None for _, module in self._modules()},
+            **dict.fromkeys(kinds),
+        }:
             for name in {name: None for base in kind.__mro__ for name in vars(base)}:
-                function = inspect.getattr_static(kind, name)
-                if isinstance(function, FunctionType) and function.__code__ in traced:
+                function = method_of(kind, name)
+                if function is not None and function.__code__ in traced:
                     methods.append((kind, name, function, function.__code__))
         return methods
 
@@ -98,6 +106,13 @@ class Subject:
         for root, module in roots.items():
             if isinstance(module, nn.Module):
                 yield from module.named_modules(prefix=root, remove_duplicate=False)
+
+
+def method_of(kind: type, name: str) -> FunctionType | None:
+    """The Python function of a class's method; None if it has none by that name."""
+    found = getattr(kind, name, None)
+    function = getattr(found, "__func__", found)  # of a class method
+    return function if isinstance(function, FunctionType) else None
 
 
 def _function_of(call: Callable[..., Any]) -> FunctionType | None:

@@ -9,6 +9,7 @@ from types import FrameType
 from typing import Any, ClassVar, NoReturn
 
 from graphrt.core.base.homes import public
+from graphrt.core.base.texts import printable
 
 
 class GraphRTError(Exception):
@@ -34,7 +35,7 @@ class GraphRTError(Exception):
         """The text: what happened, and below it each part that is known."""
         parts = {**more, "got": self.got, "expected": self.expected, "try": self.advice}
         lines = (f"{name}: {part}" for name, part in parts.items() if part is not None)
-        return "\n  ".join((self.what, *lines))
+        return printable("\n  ".join((self.what, *lines)))
 
 
 IN_PIECES = 'mark the function around it @eager_break and capture in pieces (mode="PIECEWISE")'
@@ -291,7 +292,7 @@ def warn_caller(text: str, category: type[Warning]) -> None:
     caller: FrameType | None = sys._getframe(0)
     while caller is not None and str(caller.f_globals.get("__name__")).startswith("graphrt."):
         level, caller = level + 1, caller.f_back
-    warnings.warn(text, category, stacklevel=level)
+    warnings.warn(printable(text), category, stacklevel=level)
 
 
 # What holds graphs --------------------------------------------------------------------------------

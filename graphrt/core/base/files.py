@@ -1,10 +1,15 @@
-"""Files of a bounded size."""
+"""Files of a bounded size, and files that no planted link leads elsewhere."""
 
 from __future__ import annotations
 
 import errno
+import os
+import secrets
 import stat
+from contextlib import suppress
 from pathlib import Path
+
+from graphrt.core.base.errors import GraphRTError, InvalidOptionError
 
 
 def read_bounded(path: Path, most_bytes: int) -> str:
@@ -20,3 +25,42 @@ def read_bounded(path: Path, most_bytes: int) -> str:
     if len(content) > most_bytes:
         raise ValueError(f"it has more than {most_bytes} bytes")
     return content.decode("utf-8")
+
+
+def write_whole(
+    path: str | os.PathLike[str],
+    text: str,
+    *,
+    what: str,
+    error: type[GraphRTError] = InvalidOptionError,
+) -> None:
+    """Write text to a file, whole or not at all, and through no link.
+
+    The text goes to a new file of a random name in the same folder, which then takes the place of
+    `path`. Raises `error` if `path` is a link or no regular file, or cannot be written; `what` says
+    what was to be written.
+    """
+    try:
+        target = Path(path)
+        mode = None
+        with suppress(FileNotFoundError):
+            mode = target.lstat().st_mode
+        if mode is not None and not stat.S_ISREG(mode):
+            raise OSError(errno.EINVAL, "a link" if stat.S_ISLNK(mode) else "no regular file")
+        beside = target.with_name(f".graphrt-{secrets.token_hex(8)}")
+        try:
+            # "x" makes a file, or fails: a link that is there already is not followed.
+            with beside.open("x", encoding="utf-8") as file:
+                if mode is not None:
+                    os.chmod(file.fileno(), stat.S_IMODE(mode))
+                file.write(text)
+            beside.replace(target)
+        finally:
+            beside.unlink(missing_ok=True)
+    except (OSError, TypeError, ValueError) as cause:
+        raise error(
+            f"{what} cannot be written",
+            got=f"{str(path)[:200]!r} ({cause})"[:500],
+            expected="a path in a folder that may be written, of a regular file or of none",
+            advice="another path, or make the folder before; a link is never written through",
+        ) from cause

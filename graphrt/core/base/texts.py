@@ -1,8 +1,9 @@
-"""Bytes, seconds and tables, as people read them."""
+"""Bytes, seconds and tables, as people read them; and foreign text, as a terminal may have it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 _MOST_TOLD = 8
 """How many names a text lists; of more it tells their number."""
@@ -42,3 +43,26 @@ def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     for name, *figures, remark in rows:
         cells = map(str.rjust, figures, widths[1:])
         yield "  ".join([name.ljust(widths[0]), *cells, remark]).rstrip()
+
+
+def printable(text: str, kept: str = "\n\t") -> str:
+    """`text` with every character escaped that a terminal obeys or does not show, but for `kept`.
+
+    For text of files and plugins: an escape sequence may clear the screen, rename the window or
+    hide the lines before it.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        each if each.isprintable() or each in kept else each.encode("unicode_escape").decode()
+        for each in text
+    )
+
+
+def printable_data(data: Any) -> Any:
+    """Plain data, with all of its text `printable`."""
+    if isinstance(data, str):
+        return printable(data)
+    if isinstance(data, Mapping):
+        return {printable_data(key): printable_data(value) for key, value in data.items()}
+    return [*map(printable_data, data)] if isinstance(data, (list, tuple)) else data

@@ -11,6 +11,8 @@ from typing import Any, TypeAlias
 
 import torch
 
+from graphrt.core.base.errors import OutputError
+
 _FIXED = (torch.Tensor, bool, int, float, complex, str, bytes, type(None))
 _DEEPEST = 200
 """The most levels of a tree; one that holds itself has more."""
@@ -18,26 +20,42 @@ _ATOMS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device
 """Types that hold nothing, mostly."""
 
 
-def map_leaves(function: Callable[[Any], Any], tree: Any, of: type = torch.Tensor) -> Any:
+def _too_deep() -> OutputError:
+    # CPython 3.13 loses its own RecursionError, and never ends for a list that holds itself twice.
+    return OutputError(
+        "a container of outputs or arguments holds itself",
+        got=f"more than {_DEEPEST} levels of lists, tuples, dicts and dataclasses",
+        expected="containers that end in tensors and plain values",
+        advice="return, and pass, the tensors in a list of their own",
+    )
+
+
+def map_leaves(
+    function: Callable[[Any], Any], tree: Any, of: type = torch.Tensor, depth: int = 0
+) -> Any:
     """A tree of the same structure with `function` applied to everything that is no container, and
-    is an `of`: to its tensors, or with `object` to every leaf."""
+    is an `of`: to its tensors, or with `object` to every leaf. Raises `OutputError` for a tree that
+    holds itself, as all walks do."""
     if isinstance(tree, torch.Tensor):
         return function(tree)
+    if depth > _DEEPEST:
+        raise _too_deep()
+    depth += 1
     if isinstance(tree, dict):
         # copy() keeps the type and what it carries besides its items (HF's ModelOutput does).
         mapped = copy.copy(tree)
         for key, value in tree.items():
-            mapped[key] = map_leaves(function, value, of)
+            mapped[key] = map_leaves(function, value, of, depth)
         return mapped
     if isinstance(tree, tuple):
-        values = [map_leaves(function, value, of) for value in tree]
+        values = [map_leaves(function, value, of, depth) for value in tree]
         return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
     if isinstance(tree, list):
-        return [map_leaves(function, value, of) for value in tree]
+        return [map_leaves(function, value, of, depth) for value in tree]
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         changed: Any = copy.copy(tree)
         for field in dataclasses.fields(tree):
-            value = map_leaves(function, getattr(tree, field.name), of)
+            value = map_leaves(function, getattr(tree, field.name), of, depth)
             object.__setattr__(changed, field.name, value)
         return changed
     return function(tree) if isinstance(tree, of) else tree
@@ -88,23 +106,23 @@ def _children(node: Any) -> list[tuple[str, Any]] | None:
     return None
 
 
-def leaves(tree: Any, path: str = "") -> list[tuple[str, Any]]:
+def leaves(tree: Any, path: str = "", depth: int = 0) -> list[tuple[str, Any]]:
     """Every leaf with its path, such as `["hidden"][0]` or `.logits`, in a fixed order."""
     below = None if isinstance(tree, torch.Tensor) else _children(tree)
     if below is None:
         return [(path, tree)]
+    if depth > _DEEPEST:
+        raise _too_deep()
     pairs: list[tuple[str, Any]] = []
     for step, node in below:
-        pairs += leaves(node, path + step)
+        pairs += leaves(node, path + step, depth + 1)
     return pairs
 
 
 def tensors(*trees: Any, depth: int = 0) -> list[torch.Tensor]:
-    """Every tensor of the trees in the order of `leaves`. Raises `RecursionError` for a tree that
-    holds itself."""
+    """Every tensor of the trees in the order of `leaves`."""
     if depth > _DEEPEST:
-        # CPython 3.13 loses its own error here, and never ends for a list that holds itself twice.
-        raise RecursionError(f"a tree of more than {_DEEPEST} levels")
+        raise _too_deep()
     below: list[torch.Tensor] = []
     for tree in trees:
         # Written for speed: a watch asks this of each operator's arguments and keywords, mostly a

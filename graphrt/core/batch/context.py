@@ -37,6 +37,8 @@ class CaptureTransaction:
     - `tells_pool`: a wrapper tells its pool what it captured; else the maker of this object does.
     - `may_draw`: no warm-up has shown that the forward draws no random numbers on the host.
     - `work`: the `GraphWork` that a warm-up of the same kind issued, or None.
+    - `dispatcher`: the `GraphDispatcher` that serves the graph. A wrapper withdraws it there before
+      it destroys its entry.
     - `task_names`: collects the tasks of the step, and their groups.
     - `captured`: the owner of each capture so far, and what destroys it.
     """
@@ -48,6 +50,7 @@ class CaptureTransaction:
     tells_pool: bool = True
     may_draw: bool = True
     work: Any = None
+    dispatcher: Any = None
     task_names: set[str] = field(default_factory=set)
     captured: list[tuple[Any, Callable[[], None]]] = field(default_factory=list)
 

@@ -13,7 +13,14 @@ from typing import Any, Literal, NamedTuple
 
 from graphrt.core.base.errors import InvalidBatchError, InvalidInputError
 from graphrt.core.base.homes import public
-from graphrt.core.base.option_values import check_hashable, count_of, items_of, nearest, refused
+from graphrt.core.base.option_values import (
+    MOST,
+    check_hashable,
+    count_of,
+    items_of,
+    nearest,
+    refused,
+)
 from graphrt.core.batch.modes import GraphMode
 
 NOT_FOUND = (IndexError, KeyError, TypeError, ValueError, RuntimeError)
@@ -197,7 +204,7 @@ class Batch(_Fields):
 
 def checked_batch(batch: object) -> Batch:
     """Return `batch` with its counts as ints. Raises `InvalidBatchError` for an object that is no
-    `Batch`, and for a batch without tokens."""
+    `Batch`, for a batch without tokens, and for counts that no int64 holds."""
     if not isinstance(batch, Batch):
         raise InvalidBatchError(
             "a step's batch is no Batch",
@@ -216,6 +223,12 @@ def checked_batch(batch: object) -> Batch:
         and (bounds is _NO_BOUNDS or checked_bounds(bounds) is bounds)
     ):
         batch = batch._replace(bounds=checked_bounds(bounds))
+        tokens, reqs, query_len, _, loras, _, _ = batch
+    # By comparisons: a call of `max` is a tenth of a new batch's dispatch.
+    if tokens > MOST or (reqs or 0) > MOST or (query_len or 0) > MOST or loras > MOST:
+        named = zip(Batch._fields, (tokens, reqs, query_len, 0, loras), strict=False)
+        for name, count in named:
+            _count(name, count or 0)
     if batch.num_tokens < 1:
         advice = "Batch(num_tokens) with the live tokens of the step"
         if batch.num_tokens == 0:

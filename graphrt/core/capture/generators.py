@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import random
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +34,9 @@ class Generators:
 
     def note(self, generator: Any) -> None:
         """Save the state of a generator that the forward has itself, unless it is saved already."""
-        if any(generator is each for each in self._noted):
+        # Torch hands its generators to a dispatch mode in new Python objects.
+        at = getattr(generator, "_cdata", id(generator))
+        if any(at == getattr(each, "_cdata", id(each)) for each in self._noted):
             return
         self._noted.append(generator)
         if isinstance(generator, random.Random):
@@ -45,12 +47,6 @@ class Generators:
         else:
             self._save(generator.get_state, generator.set_state)
 
-    def note_given(self, values: Iterable[Any]) -> None:
-        """Save those of the generators among the arguments of an operator."""
-        for value in values:
-            if isinstance(value, torch.Generator):
-                self.note(value)
-
     def take(self) -> list[Any]:
         """The states at this moment."""
         return [get() for get, *_ in self._saved]
@@ -60,6 +56,20 @@ class Generators:
         without `since`, whether it has drawn any."""
         before = [was for *_, was in self._saved] if since is None else since
         return unseen(lambda: not all(map(_same_state, before, states)))
+
+    def are_reset(self, left: Sequence[Any], replayed: Sequence[Any], later: Sequence[Any]) -> bool:
+        """Whether a forward seems to seed a generator of torch's, or to put its state back: a
+        replay has drawn from one, but the run that `left` these states has moved it nowhere, or to
+        the state in which a run that began there ended `later`."""
+
+        def is_reset(at: int, was: Any) -> bool:
+            if not isinstance(was, torch.Tensor) or _same_state(was, replayed[at]):
+                return False
+            is_put_back = _same_state(was, left[at])
+            return is_put_back or (at < len(later) and _same_state(left[at], later[at]))
+
+        saved, count = self._saved, min(len(left), len(replayed))
+        return unseen(lambda: any(is_reset(at, saved[at][2]) for at in range(count)))
 
     def restore(self, states: Sequence[Any] | None = None) -> None:
         """Put back the states of the beginning, or those that `take` returned."""

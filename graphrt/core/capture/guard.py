@@ -2,7 +2,8 @@
 
 A segment of graph repeats its operators on the memory of the capture. So the guard looks
 
-1. at every operator of an open segment, and at every operator of an eager part between two;
+1. at operators of an open segment, where a row of `OPERATORS` or another check has to see them
+   (`CaptureGuard.begin`), and at every operator of an eager part between two;
 2. at what the forward reads from its context, while a segment is open.
 
 The rules are a table, `refusals.py`. Which operators a device itself cannot capture is for that
@@ -31,7 +32,7 @@ from graphrt.core.batch.context import ForwardContext
 from graphrt.core.capture import refusals
 from graphrt.core.capture.constants import Constants
 from graphrt.core.capture.operators import LIFT_FRESH, facts_of, written
-from graphrt.core.capture.refusals import Source, described, user_source
+from graphrt.core.capture.refusals import OperatorRule, Source, described, user_source
 from graphrt.core.device.contract import DeviceGraph
 from graphrt.core.replay.entry import name_of
 from graphrt.core.replay.recording import Recording, counted, current_capture, issued
@@ -41,13 +42,13 @@ _COPIES = ("aten.copy_.default", "aten._to_copy.default")
 
 
 class CaptureGuard(ThreadMode):
-    """Sees every operator of an open segment: breaks at those of `breaks`, and refuses what no
-    replay would repeat.
+    """Sees the operators of an open segment: breaks at those of `breaks`, and refuses those of
+    `rules`, and what no replay would repeat.
 
-    A FULL graph has no eager parts: there it looks only at work of the host, and at the context.
-    With `constants`, tensors that the forward makes on the host are lifted out of the graph. If
-    `issued` has a list, operators are noted there. The dispatch mode is entered only if one of
-    these needs to see operators.
+    A FULL graph has no eager parts: there it looks only at `rules`, at work of the host, and at the
+    context. With `constants`, tensors that the forward makes on the host are lifted out of the
+    graph. If `issued` has a list, operators are noted there. The dispatch mode is entered only if
+    one of these needs to see operators: it takes microseconds an operator.
     """
 
     supports_higher_order_operators = True
@@ -60,6 +61,7 @@ class CaptureGuard(ThreadMode):
         check_host: HostCheck | None,
         constants: Constants | None,
         owns: Callable[[torch.Tensor], bool],
+        rules: Mapping[str, tuple[OperatorRule, ...]],
     ) -> None:
         """`owns` says whether a tensor's memory is of the pool, which graphs of all sizes share:
         when this graph is replayed, another one may have written there."""
@@ -75,6 +77,7 @@ class CaptureGuard(ThreadMode):
         self._check_host = check_host
         self.constants = constants
         self.owns = owns
+        self._rules = rules
         self.doors = SideDoors() if (doors := side_doors.get()) is None else doors
         self.doors.begin_capture()
         # Copies of memory that an eager part returned and others hold too, with the name of the
@@ -90,7 +93,8 @@ class CaptureGuard(ThreadMode):
             self.constants.begin(graph)
         in_pieces = self._in_pieces and (self._breaks or self.doors.made or self.copies)
         looks_at_host = self._check_host or self.constants
-        wanted = in_pieces or looks_at_host is not None or self.issued is not None
+        noted = self.issued is not None
+        wanted = in_pieces or looks_at_host is not None or noted or self._rules
         # In `handle` torch has taken this mode off its stack, and puts it back afterwards.
         if wanted and not (self._handling or self._entered):
             self.__enter__()
@@ -127,6 +131,8 @@ class CaptureGuard(ThreadMode):
         else:
             if self.issued is not None:
                 self.issued.append(func)
+            if self._rules:
+                self.check_rules(func, args, kwargs)
             if self._in_pieces and self.doors.made:
                 self.doors.check(tree.tensors(args, kwargs), "the graph reads", func)
             if self.copies:
@@ -143,6 +149,13 @@ class CaptureGuard(ThreadMode):
         finally:
             self._handling = False
 
+    def check_rules(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Raise the error of the first of the `rules` that a call breaks."""
+        for name in names_of(func):
+            for rule in self._rules.get(name, ()):
+                if rule.is_broken(args, kwargs):
+                    raise rule.refusal(op=func)
+
     def check_written(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Raise `BreakError` if an operator is about to write one of the `copies`."""
         for tensor in written(facts_of(func), args, kwargs):
@@ -158,11 +171,13 @@ class CaptureGuard(ThreadMode):
 
 def is_listed(func: Any, breaks: frozenset[str]) -> bool:
     """Whether an operator is one of `breaks`, by its name or that of its overload."""
-    schema = getattr(func, "_schema", None)  # a higher-order operator has none
-    if schema is None or not breaks:
-        return False
-    name: str = schema.name
-    return name in breaks or f"{name}.{func._overloadname}" in breaks
+    return not breaks.isdisjoint(names_of(func)) if breaks else False
+
+
+def names_of(func: Any) -> tuple[str, ...]:
+    """The names of an operator: with and without its overload. A higher-order one has none."""
+    schema = getattr(func, "_schema", None)
+    return () if schema is None else (schema.name, f"{schema.name}.{func._overloadname}")
 
 
 # Work of the host ---------------------------------------------------------------------------------
@@ -232,8 +247,13 @@ class _Withholding:
     def __getattribute__(self, name: str) -> Any:
         if name == "metadata":
             raise refusals.METADATA()
-        # None: a graph of mixed batches serves batches of other query lengths too.
-        return None if name == "query_len" else super().__getattribute__(name)
+        if name == "query_len":
+            return None  # a graph of mixed batches serves batches of other query lengths too
+        # Not by `super()`: another thread that finds the pool busy may be in here when the segment
+        # ends, and the context is of its own class again.
+        kind = type(self)
+        own: Any = kind.__bases__[1] if issubclass(kind, _Withholding) else kind
+        return own.__getattribute__(self, name)
 
 
 def withhold(context: ForwardContext) -> None:

@@ -199,12 +199,14 @@ class Sealing:
             )
         return Reason.MISSING_GRAPH
 
-    def refuse(self, what: str, *, got: object, expected: str) -> None:
+    def refuse(
+        self,
+        what: str,
+        *,
+        got: object,
+        expected: str,
+        advice: str = "add the size to sizes=, or use strict=False to run it eagerly",
+    ) -> None:
         """Raise `CaptureSealedError` if a step that should have a graph may not run eagerly."""
         if self.refuses:
-            raise CaptureSealedError(
-                what,
-                got=got,
-                expected=expected,
-                advice="add the size to sizes=, or use strict=False to run it eagerly",
-            )
+            raise CaptureSealedError(what, got=got, expected=expected, advice=advice)

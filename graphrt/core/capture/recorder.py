@@ -173,13 +173,17 @@ class Recorder:
         lifts, pins = transaction.lifts_constants, pool.platform.needs_pinned_copies
         constants = Constants(pool) if pins and lifts else None
         check_host = None
-        if pool.platform.device_type != "cpu":
+        device_type = pool.platform.device_type
+        if device_type != "cpu":
             # `PageableCopyError` asks the session for another try, which lifts constants.
             error = PageableCopyError if pins and not lifts else RefusedOpError
             # Constants that an earlier piece returned may be read.
             unreadable = [t for t in tensors if not bake and not (constants and constants.take(t))]
             check_host = guard.host_check(unreadable, error, may_draw=transaction.may_draw)
-        self._guard = guard.CaptureGuard(self, context, listed, check_host, constants, pool._owns)
+        rules = refusals.rules_for(device_type, context.mode)
+        self._guard = guard.CaptureGuard(
+            self, context, listed, check_host, constants, pool._owns, rules
+        )
         self.give(tensors if owned else ())
 
     @property
@@ -304,6 +308,11 @@ class Recorder:
         """Note a task of the open segment."""
         assert self._open is not None
         self._open[1].append(task)
+
+    @property
+    def task_count(self) -> int:
+        """How many tasks the open segment has."""
+        return len(self._open[1]) if self._open else 0
 
     def give(self, leaves: Iterable[Any]) -> None:
         """Note tensors of which the forward has the only Python object: see `made`."""

@@ -2,9 +2,13 @@
 
 A rule is an error, its text, what would be right, and what to do instead. Whoever finds that a rule
 is broken raises it: `raise HOST_DRAW()`, `raise METADATA()`, `raise MISSED_BREAK(got, part=name)`.
-The rule itself looks for the line of the user's code. A new refusal is one row here and one call
-where it is noticed: `guard.py` looks at operators and segments, `recorder.py` at eager parts. The
-CPU tape and the compiler have rows of their own, about operators that only they see.
+The rule itself looks for the line of the user's code.
+
+A new refusal is one row. For operators by name it is a row of `OPERATORS`, and nothing else: every
+capture of its devices and modes enters the guard for it. Others are raised where they are noticed:
+`guard.py` looks at segments, and at operators of the captures that it is entered in; `recorder.py`
+looks at eager parts. The CPU tape and the compiler have rows of their own, about operators that
+only they see.
 """
 
 from __future__ import annotations
@@ -13,15 +17,16 @@ import contextlib
 import linecache
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from graphrt.core.base import errors
+from graphrt.core.batch.modes import GraphMode
 
 _GRAPHRT = Path(os.path.abspath(__file__)).parents[2]
 _NOT_THE_USERS = (
@@ -132,6 +137,42 @@ class Refusal(NamedTuple):
         return self.error(what, got=got, expected=expected, advice=self.advice, **at)
 
 
+class OperatorRule(NamedTuple):
+    """Refuses operators by name in every capture of its devices and modes, at every level of
+    checks, in runners and wrappers alike. It costs such a capture microseconds an operator.
+
+    Not seen are composite operators, which are taken apart before, and operators inside of compiled
+    code and of a custom operator's body. Those of `breaks=`, and of eager parts, are in no graph,
+    so they pass.
+    """
+
+    operators: frozenset[str]
+    """Names such as "aten::cumsum", or "aten::cumsum.out" for one overload."""
+    refusal: Refusal
+    devices: frozenset[str] | None = None
+    """The types of devices ("cuda") whose own capture does not refuse them; None is all."""
+    modes: frozenset[GraphMode] = frozenset({GraphMode.PIECEWISE, GraphMode.FULL})
+    is_broken: Callable[[tuple[Any, ...], Mapping[str, Any]], bool] = lambda args, kwargs: True
+    """Whether a call with these arguments breaks the rule."""
+
+
+def rules_for(device_type: str, mode: GraphMode) -> Mapping[str, tuple[OperatorRule, ...]]:
+    """Name of an operator -> the rules for it in such captures."""
+    return _by_operator(OPERATORS, device_type, mode)
+
+
+@cache
+def _by_operator(
+    rules: tuple[OperatorRule, ...], device_type: str, mode: GraphMode
+) -> Mapping[str, tuple[OperatorRule, ...]]:
+    by_name: dict[str, tuple[OperatorRule, ...]] = {}
+    for rule in rules:
+        if mode in rule.modes and (rule.devices is None or device_type in rule.devices):
+            for name in rule.operators:
+                by_name[name] = (*by_name.get(name, ()), rule)
+    return by_name
+
+
 def described(tensor: torch.Tensor) -> str:
     """A tensor as errors name it."""
     return f"{tensor.dtype} {tuple(tensor.shape)}"
@@ -170,6 +211,14 @@ NOT_STRIDED = Refusal(
 
 # Tensors of the caller, and work of the host ------------------------------------------------------
 
+NESTED_PADDING = Refusal(
+    errors.CaptureSyncError,
+    "a nested tensor was made of a mask that hides all: in a warm-up every row is padding",
+    expected="a padded tensor, or a mask whose padding hides nothing",
+    advice="have nn.TransformerEncoder pad: enable_nested_tensor=False where it is made, or "
+    "use_nested_tensor = False on it; where an eager part makes it, InputSpec(pad=) with the value "
+    "of a place that is not hidden",
+)
 RESHAPED_ARGUMENT = Refusal(
     errors.RefusedOpError,
     "the forward gives a tensor of its caller, or of an eager part, another shape or other memory, "
@@ -247,3 +296,8 @@ WRITTEN_COPY = Refusal(
     expected="a fresh tensor, or memory that is written where it is",
     advice="return a clone() from the eager part, or write into the tensor itself",
 )
+
+# Operators by name --------------------------------------------------------------------------------
+
+OPERATORS: tuple[OperatorRule, ...] = ()
+"""None yet: what a device cannot capture it refuses itself."""

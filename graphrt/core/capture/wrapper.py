@@ -20,6 +20,7 @@ from graphrt.core.capture.recorder import Bridges, Recorder
 from graphrt.core.device.contract import DeviceGraph
 from graphrt.core.device.platform import Platform
 from graphrt.core.device.registry import resolve_platform
+from graphrt.core.dispatch.dispatcher import GraphDispatcher
 from graphrt.core.dispatch.reasons import Reason
 from graphrt.core.replay.entry import Entry, SegmentHooks, bound_arguments, graphs_of, name_of
 from graphrt.core.replay.pool import GraphPool, in_turn
@@ -123,11 +124,17 @@ class WrapperGraphs:
         if slot >= 0 and not entry.unchecked:
             self.by_slot[slot] = entry
 
-    def take(self, descriptor: BatchDescriptor | None) -> Sequence[DeviceGraph]:
-        """Remove the entry of one descriptor, or all entries; returns their graphs."""
+    def take(self, descriptor: BatchDescriptor | None, *, again: bool) -> Sequence[DeviceGraph]:
+        """Remove the entry of one descriptor, or all entries; returns their graphs. Dispatchers
+        stop serving them. Where the wrapper captures `again` by itself, at the next step that is
+        announced, those that only announce steps go on."""
         option_values.check_hashable("descriptor", descriptor)
         keys = list(self.entries) if descriptor is None else [descriptor]
         taken = [self.entries[key] for key in keys if key in self.entries]
+        # First: after an interrupt behind it no batch is dispatched to what is half gone.
+        for entry in taken:
+            for dispatcher in {entry.owner, *(() if again else entry.announcers)} - {None}:
+                dispatcher.withdraw(self.mode, entry.descriptor)
         self.by_slot.clear()
         for entry in taken:
             # A runner's step that still has the entry sees that there is nothing to replay.
@@ -299,6 +306,8 @@ class GraphWrapper(errors.Uncopied):
         if trials is not None and not trials.may_replay(self, entry, context, args, kwargs):
             self._miss(context)
             return None
+        if context.announced and isinstance(context.dispatcher, GraphDispatcher):
+            entry.announcers.add(context.dispatcher)
         if not has_no_token:
             graphs.find_at(context.slot, entry)
         return entry
@@ -367,6 +376,7 @@ class GraphWrapper(errors.Uncopied):
             pairs = zip(tree.tensors(outputs), tree.tensors(result), strict=True)
             pool.pieces.hold_loosely(kept for kept, tensor in pairs if kept is not tensor)
         if transaction is not None:
+            entry.owner = transaction.dispatcher
             transaction.add(self, partial(self.destroy_graphs, descriptor))
         # From this one store on it is captured: an interrupt before it undoes everything.
         graphs.entries[descriptor] = entry
@@ -470,12 +480,12 @@ class GraphWrapper(errors.Uncopied):
     def destroy_graphs(self, descriptor: BatchDescriptor | None) -> None:
         """`drop`, by a caller that has the pool's turn; None destroys all graphs."""
         graphs = self._graphs
-        self.pool._reset_graphs(graphs.take(descriptor))
+        if descriptor is None:
+            self._sealing.open()
+        self.pool._reset_graphs(graphs.take(descriptor, again=self._sealing.may_capture))
         if graphs.trials is not None:
             graphs.trials.dropped(descriptor)
         graphs.clear_buffers()
-        if descriptor is None:
-            self._sealing.open()
 
 
 @public("graphrt")

@@ -228,6 +228,22 @@ class Unexplained(CaptureError):
         )
 
 
+class EndedCaptureError(CaptureError):
+    """Something that raised nothing in the capture has ended it, such as another thread. A further
+    attempt may succeed: a runner makes one."""
+
+    @classmethod
+    def of(cls, got: object) -> EndedCaptureError:
+        """The error of a device that says so with `got`."""
+        return cls(
+            "something has ended the capture that raised nothing in it: another thread waited for "
+            "the device, or the forward caught an error of device work",
+            got=got,
+            advice="hold `GraphPool.capture_lock` in other threads around calls that wait for the "
+            "whole device, as torch.cuda.synchronize(); catch no such errors in the forward",
+        )
+
+
 @public("graphrt.platforms")
 def error_chain(
     error: BaseException, leave_out: type[BaseException] | None = None

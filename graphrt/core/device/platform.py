@@ -177,6 +177,12 @@ class Platform(ABC):
         graphs live, or None. Asked for around every capture, so it must be cheap."""
         return None
 
+    def make_room(self) -> None:
+        """Give memory that an allocator keeps unused back to the device where less than that is
+        free: inside of a capture it cannot, and a warm-up may just have used as much. Called before
+        each capture of a runner, under the capture lock."""
+        return None
+
     def release_memory(self, memory: Any) -> None:
         """Give `memory` back to the device; all its graphs are reset already. Called under the
         capture lock, because an allocator must not return memory while another capture is open."""

@@ -6,12 +6,14 @@
 3. `get` takes one by name, `current` the forced one, else an out-of-tree one, else a built-in.
 
 Nothing is looked for before somebody asks, and asking for a built-in by name imports no plugin.
+`GRAPHRT_PLUGINS` says which installed plugins are imported at all.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
+import sys
 import threading
 import traceback
 import warnings
@@ -19,14 +21,16 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from typing import Any, Literal
 
 import pluggy
 
-from graphrt.core.base.errors import PlatformError
+from graphrt.core.base.errors import PlatformError, warn_caller
 from graphrt.core.base.homes import public
 from graphrt.core.base.log import logger
-from graphrt.core.base.option_values import check_kind, flag, shown
+from graphrt.core.base.option_values import check_kind, flag, refused, shown
+from graphrt.core.base.texts import printable
 from graphrt.core.device.contract import check_contract
 from graphrt.core.device.platform import Availability, Platform
 
@@ -37,7 +41,8 @@ not end the host. A Ctrl-C is the user's, and is raised."""
 
 @public("graphrt.errors")
 class PluginWarning(UserWarning):
-    """A plugin or platform is broken and was left out; `graphrt doctor` shows its traceback."""
+    """A plugin or platform is broken and was left out: `graphrt doctor` shows its traceback. Or an
+    installed plugin's platform became the default, and nobody had named it."""
 
 
 @public("graphrt.platforms")
@@ -53,6 +58,8 @@ class FoundPlatform:
     name: str | None = None
     platform: Platform | None = None
     error: str | None = None
+    file: str | None = None
+    """Where the code of an installed plugin is; None for others."""
     _availability: Availability | None = field(default=None, repr=False, compare=False)
     """The answer of the platform; None before it was asked."""
 
@@ -69,8 +76,8 @@ class FoundPlatform:
 
     def failed(self, how: str, error: BaseException) -> FoundPlatform:
         """Note, and warn, that a call of the plugin raised: it is not available from now on."""
-        self.error = "".join(traceback.format_exception(error)).rstrip()
-        what = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        self.error = printable("".join(traceback.format_exception(error)).rstrip())
+        what = printable(f"{type(error).__name__}: {' '.join(str(error).split())}")
         self._availability = Availability(False, f"{how}: {what}")
         whose = f"plugin {self.plugin}"
         if self.name is not None:
@@ -87,6 +94,8 @@ ENTRY_POINT_GROUP = "graphrt"
 """The group of entry points by which installed plugins are found."""
 PLATFORM_VARIABLE = "GRAPHRT_PLATFORM"
 """The variable of the environment that forces a platform by name."""
+PLUGINS_VARIABLE = "GRAPHRT_PLUGINS"
+"""The variable that names the installed plugins that are imported, or is "off"; unset, all are."""
 
 BUILT_IN_PLATFORMS: Mapping[str, str] = {
     "ascend": "graphrt.ascend.platform:AscendPlatform",
@@ -129,8 +138,12 @@ class PlatformRegistry:
         self._plugins.add_hookspecs(PlatformHooks)
         # (origin, name of a plugin or a built-in) -> all that came of it.
         self._found: dict[tuple[str, str], list[FoundPlatform]] = {}
+        # Installed plugin -> the file of its code.
+        self._files: dict[str, str] = {}
         # Plugins that are installed and could not be imported; None before they are looked for.
         self._broken: list[FoundPlatform] | None = None
+        # Platforms that the user knows of: named to `get`, or warned of as the default.
+        self._known: set[str | None] = set()
         # Device types that a platform by name only, such as a simulator, was taken for.
         self._simulated_types: set[str] = set()
         # Held while anything is looked for: two threads may ask first.
@@ -162,7 +175,8 @@ class PlatformRegistry:
             records = list(self._broken)
             # Each plugin is asked by itself: pluggy stops calling the others when one raises.
             for hook in self._plugins.hook.graphrt_platforms.get_hookimpls():
-                plugin = FoundPlatform(hook.plugin_name, "plugin")
+                name = hook.plugin_name
+                plugin = FoundPlatform(name, "plugin", file=self._files.get(name))
                 records += self._load(plugin, partial(_platforms_of, hook))
             for name in self._built_ins:
                 records += self._built_in(name)
@@ -191,6 +205,7 @@ class PlatformRegistry:
                 advice=f"install the plugin of {name!r}{left_out}, or use one of those",
             )
         _refuse_two_of_a_name(named)
+        self._known.add(name)
         platform: Platform = named[0].platform  # type: ignore[assignment]
         if not must_be_available:
             return platform
@@ -225,9 +240,22 @@ class PlatformRegistry:
                 expected="at least the CPU's",
                 advice="graphrt doctor shows what was found",
             )
-        platform: Platform = (out_of_tree or available)[0].platform  # type: ignore[assignment]
+        chosen = (out_of_tree or available)[0]
+        if chosen.file is not None and chosen.name not in self._known and not _named_plugins():
+            self._announce(chosen)
+        platform: Platform = chosen.platform  # type: ignore[assignment]
         platform.start()
         return platform
+
+    def _announce(self, chosen: FoundPlatform) -> None:
+        """Warn that an installed plugin's platform is the default, and nobody has named it."""
+        self._known.add(chosen.name)
+        warn_caller(
+            f"platform {chosen.name!r} of the installed plugin {chosen.plugin} is the default "
+            f"here: {chosen.file}. To keep it: {PLATFORM_VARIABLE}={chosen.name}. To import no "
+            f"plugins: {PLUGINS_VARIABLE}=off",
+            PluginWarning,
+        )
 
     def _may_be_default(self, platform: Any) -> bool:
         # A stand-in for a device's library makes the platform of the real device look available.
@@ -238,19 +266,43 @@ class PlatformRegistry:
         return [each for each in self.platforms() if each.platform is not None]
 
     def _load_installed(self) -> list[FoundPlatform]:
-        """Import and register the installed plugins; returns a record of each that failed."""
-        broken = []
-        for entry_point in [] if self._group is None else entry_points(group=self._group):
-            distribution = "" if entry_point.dist is None else f"{entry_point.dist.name}:"
-            name = f"{distribution}{entry_point.name}"
+        """Import and register the installed plugins that `GRAPHRT_PLUGINS` allows; returns a record
+        of each that failed."""
+        broken: list[FoundPlatform] = []
+        allowed = _named_plugins()
+        if self._group is None or allowed == {"off"}:
+            return broken
+        unknown = set(allowed)
+        for entry_point in entry_points(group=self._group):
+            owner = None if entry_point.dist is None else printable(entry_point.dist.name, kept="")
+            own = printable(entry_point.name, kept="")
+            name = own if owner is None else f"{owner}:{own}"
+            names = {name, own, owner}
+            unknown -= names
+            if allowed and not allowed & names:
+                continue
             try:
-                logger.info("importing plugin %s (%s)", name, entry_point.value)
+                logger.info("importing plugin %s (%s)", name, printable(entry_point.value))
                 plugin = entry_point.load()
                 if not self._plugins.is_registered(plugin):
                     self.register(plugin, name)
+                    self._files[name] = _file_of(entry_point.module)
             except FAILURES as error:
-                record = FoundPlatform(name, "plugin")
+                record = FoundPlatform(name, "plugin", file=_file_of(entry_point.module))
                 broken.append(record.failed("could not be imported", error))
+            except KeyboardInterrupt:
+                logger.warning(
+                    "interrupted at the import of plugin %s; %s=off leaves plugins out",
+                    name,
+                    PLUGINS_VARIABLE,
+                )
+                raise
+        if unknown:
+            warn_caller(
+                f"{PLUGINS_VARIABLE} names {', '.join(map(repr, sorted(unknown)))}, and no such "
+                "plugin is installed",
+                PluginWarning,
+            )
         return broken
 
     def _load(
@@ -350,6 +402,24 @@ def _conflict(what: str, platforms: list[FoundPlatform], advice: str) -> Platfor
     return PlatformError(what, got=got, expected="one", advice=advice)
 
 
+def _named_plugins() -> set[str]:
+    """The plugins that `GRAPHRT_PLUGINS` names, or "off"; empty if it is not set."""
+    names = os.environ.get(PLUGINS_VARIABLE, "").split(",")
+    return {each.strip() for each in names} - {""}
+
+
+def _file_of(module: str) -> str:
+    """The file of a plugin's module; of its package if the module could not be imported."""
+    found = sys.modules.get(module)
+    try:
+        # Of a package alone, which imports nothing.
+        spec = find_spec(module.partition(".")[0]) if found is None else found.__spec__
+        place = None if spec is None else spec.origin
+    except (AttributeError, ImportError, ValueError):
+        place = None
+    return printable(place or f"module {module}", kept="")
+
+
 def _made_of(path: str) -> list[Platform]:
     """The platform of a dotted path; none if its module is not there."""
     module, _, attribute = path.partition(":")
@@ -376,4 +446,6 @@ def _platforms_of(hook: pluggy.HookImpl) -> list[Platform]:
             )
         check_contract(each)
         check_kind("name", each.name, str, optional=False, example='"mynpu"')
+        if not each.name.isprintable():
+            raise refused("the platform's name cannot be printed", each.name, "a word", '"mynpu"')
     return platforms

@@ -172,6 +172,20 @@ class StaticInputs:
             self.declared.check(values, tokens, reqs, error)
             raise
 
+    def padded_copies(
+        self, values: Mapping[str, Any], tokens: int, reqs: int, rows: tuple[int, int]
+    ) -> dict[str, torch.Tensor]:
+        """As `copies`, padded to `rows` of tokens and requests, which the buffers may have no room
+        for. Raises `InvalidInputError`."""
+        copies = self.copies(values, tokens, reqs)
+        layout = InputLayout(self.declared.specs, *rows)
+        device = self.transport.slab.device
+        layout.place(torch.zeros(max(layout.nbytes, 1), dtype=torch.uint8, device=device))
+        for move in layout.moves(tokens, reqs).fields:
+            move.live.copy_(copies[move.field.name])
+            move.pad_on_device()
+        return layout.views
+
     def reset(self, layout: InputLayout | None = None) -> None:
         """Make every row of `layout`, by default of the largest one, a padding row. The ring is
         settled, so that the next step does not wait for captures."""

@@ -51,8 +51,16 @@ class DeclaredInputs:
         """axis -> all names that `differing` can return: each input, and "NAME as in padding" if
         the input may be an address."""
         # `.real`, as a pad value may be complex by its type.
-        pads = {int(spec.pad_value.real) for spec in self.specs.values() if spec.index}
-        self.addresses = sorted(pads)
+        indices = {
+            name: int(spec.pad_value.real) for name, spec in self.specs.items() if spec.index
+        }
+        self.pads = indices or {
+            name: int(self.specs[name].pad_value.real)
+            for name in sorted(self.with_rows)
+            if self._may_address(name)
+        }
+        """The padding values of index inputs, by name; without any, of those that may be one."""
+        self.addresses = sorted({*indices.values()})
         """The padding values of index inputs: the rows that padding tokens may write."""
 
     def check_names(self, values: Mapping[str, Any]) -> None:

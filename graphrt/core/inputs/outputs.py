@@ -70,10 +70,11 @@ class OutputLayout:
     def see(self, tokens: int, reqs: int, outputs: Any) -> None:
         """Note what a forward returned in a batch of this size; raises `OutputError` for what
         cannot be handed out, or is another structure, value or shape than graphs may pad."""
+        leaves = tree.leaves(outputs)  # first: it raises for outputs that hold themselves
         check_containers(outputs)
         structure: dict[str, int | str] = {}
         shapes: dict[str, tuple[int, ...]] = {}
-        for path, leaf in tree.leaves(outputs):
+        for path, leaf in leaves:
             if isinstance(leaf, torch.Tensor):
                 check_tensor(path, leaf)
                 structure[path], shapes[path] = leaf.dim(), tuple(leaf.shape)
@@ -336,6 +337,9 @@ def check_tensor(path: str, tensor: torch.Tensor) -> None:
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         got = "nested" if tensor.is_nested else f"{tensor.layout}, {tensor.dtype}"
         what, advice = "that has no strided memory of its own", "return to_dense(), or its parts"
+    elif tensor.device.type == "meta":
+        got, what = "device meta", "that has no values"
+        advice = "leave it out, or return its shape"
     elif kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         what = "subclass that holds other tensors"
         advice = "return the tensors in it, as to_local() does of a DTensor"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from graphrt.core.base.errors import InvalidOptionError
 from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import count_of, items_of, number_of, refused, shown
 from graphrt.core.batch.descriptor import BatchDescriptor
@@ -46,7 +48,7 @@ class Budget:
     """What the graphs of one plan may take together, in the units of `GraphCost`; None is no limit.
 
     `cost` says what each graph of a runtime mode takes; one that it leaves out takes one graph and
-    nothing else.
+    nothing else. A plan needs the cost of what is limited for each mode that it captures.
     With fewer than `min_piecewise` piecewise sizes only decode is captured. `notes` are lines that
     a plan prints with the budget, such as where its limits come from.
 
@@ -82,6 +84,22 @@ class Budget:
     def cost_of(self, mode: GraphMode) -> GraphCost:
         """What a graph of a runtime mode takes."""
         return (self.cost or {}).get(GraphMode.parse(mode), GraphCost())
+
+    def check_costs(self, modes: Collection[GraphMode]) -> None:
+        """Raise `InvalidOptionError` for a limit that limits nothing, as no cost says how much of
+        it a graph of each of these modes takes. A cost of 0 beside others is believed."""
+        costs = self.cost or {}
+        for name, mode in itertools.product(RESOURCES, modes):
+            limit = getattr(self, name)
+            told = any(getattr(each, name) for each in costs.values()) and mode in costs
+            if limit is not None and name != "graphs" and not told:
+                raise InvalidOptionError(
+                    f"a budget of {name} needs the cost of a {mode.name} graph",
+                    got=f"Budget({name}={limit}) without {name} in cost= for {mode.name}",
+                    expected=f"cost={{GraphMode.{mode.name}: GraphCost({name}=...)}}",
+                    advice="capture once without this limit, and take each graph's figures from "
+                    "print(runner.report()); MemoryWatch(limit_bytes=) warns while capturing",
+                )
 
     def lacks(self, used: GraphCost, more: GraphCost) -> str | None:
         """The first resource that `more` does not fit into beside `used`, or None."""

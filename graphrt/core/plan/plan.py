@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from graphrt.core.base.errors import InvalidOptionError, ResourceExhaustedError
 from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import check_kind, count_of, items_of
+from graphrt.core.base.texts import printable
 from graphrt.core.batch.descriptor import checked_variant
 from graphrt.core.batch.modes import AttentionSupport, GraphMode, Mode, PieceProvider, graphs_off
 from graphrt.core.device.platform import Platform
@@ -139,13 +140,13 @@ class Plan:
     `captured` the same with what each takes, and `left_out` what the budget does not hold, and why.
 
     `max_num_tokens` (T) and `max_num_reqs` (S) are the largest batch of the host, by
-    default the largest of `sizes` (in tokens); one of the three is needed. `max_size` is the
-    largest size to capture. `query_lens` are the tokens of a request in a decode step, (1,) by
-    default. `attention` is what the attention of the model can be captured in (a level or its
-    name, ALWAYS by default), or that of each backend by name. `pieces` is what cuts the forward;
-    "auto", the default, stands for pieces that a compiled module brings along, else for breakable
-    capture. `compiled` are the compiled modules of the forward (`graphrt.compile`), which must all
-    be named unless the forward is one itself.
+    default the largest of `sizes` (in tokens); one of the three is needed. No size is above T.
+    `max_size` is the largest size to capture. `query_lens` are the tokens of a request in a decode
+    step, (1,) by default. `attention` is what the attention of the model can be captured in (a
+    level or its name, ALWAYS by default), or that of each backend by name. `pieces` is what cuts
+    the forward; "auto", the default, stands for pieces that a compiled module brings along, else
+    for breakable capture. `compiled` are the compiled modules of the forward (`graphrt.compile`),
+    which must all be named unless the forward is one itself.
 
     There is a graph for each of `loras` (active adapters, None for any number; (0,) by default),
     `variants` (None alone) and, for FULL, `bounds` (none). `budget` limits what is captured.
@@ -186,7 +187,9 @@ class Plan:
         # Sizes in tokens -> the same, the most valuable first.
         self._worth = partial(by_worth, traffic=self.arguments["traffic"], landmarks=fulls)
         keys = sizes.descriptors_for(resolved.mode, self.sizes, **self.arguments)
-        fitted = fit(keys, self.arguments["budget"] or Budget(), resolved, self._worth)
+        budget = self.arguments["budget"] or Budget()
+        budget.check_costs(dict.fromkeys(runtime_mode for runtime_mode, _ in keys))
+        fitted = fit(keys, budget, resolved, self._worth)
         self.resolution, self.captured, self.left_out = fitted
         self.resolution.log_steps()
         self.mode = self.resolution.mode
@@ -257,20 +260,15 @@ class Plan:
         counts = Counter(mode.name for mode, _ in self.keys)
         total = ", ".join(f"{count} {name}" for name, count in counts.items()) or "none"
         lines.append(f"Graphs to capture, largest first: {len(self.keys)} ({total})")
-        for query_len in self.sizes.decode if self.keys else ():
-            first, most = sizes.eager_range(self.sizes, self.keys, query_len)
-            if first <= most:
-                lines.append(
-                    f"Note: decode batches of {first} to {most} tokens (query length {query_len}) "
-                    "will run eagerly: max_size, sizes and the budget say which are captured"
-                )
+        max_size = self.arguments["max_size"]
+        lines += sizes.size_notes(self.sizes, self.keys, self.mode, max_size)
         budget = self.arguments["budget"]
         if budget is not None:
             lines += budget_lines(budget, self.captured, self.left_out)
         return lines
 
     def __str__(self) -> str:
-        return "\n".join(self.lines())
+        return printable("\n".join(self.lines()))  # a saved one may name anything
 
     def __repr__(self) -> str:
         return f"Plan({self.mode.name}, {len(self.keys)} graphs, {self.platform.name})"

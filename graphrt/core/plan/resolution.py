@@ -16,6 +16,7 @@ from graphrt.core.base.errors import InvalidModeError, InvalidOptionError
 from graphrt.core.base.homes import public
 from graphrt.core.base.log import logger
 from graphrt.core.base.option_values import items_of, refused
+from graphrt.core.base.texts import printable
 from graphrt.core.batch.modes import AttentionSupport, GraphMode, Mode, PieceProvider, graphs_off
 
 Attention = AttentionSupport | str | Mapping[str, AttentionSupport | str]
@@ -71,7 +72,7 @@ class ModeResolution:
         if self.steps:
             why = (f"{step.before.name} to {step.after.name}, as {step.why}" for step in self.steps)
             requested, runs = self.requested.name, self.mode.name
-            logger.warning("mode %s runs as %s: %s", requested, runs, "; ".join(why))
+            logger.warning("mode %s runs as %s: %s", requested, runs, printable("; ".join(why)))
 
     def refuse_steps(self) -> None:
         """Raise `InvalidModeError` if the mode that runs is not the requested one, unless

@@ -21,7 +21,7 @@ import torch
 
 from graphrt._version import __version__
 from graphrt.core.base import errors
-from graphrt.core.base.files import read_bounded
+from graphrt.core.base.files import read_bounded, write_whole
 from graphrt.core.base.option_values import refused, shown
 from graphrt.core.plan.budget import Budget, GraphCost, LeftOut, PlannedCapture
 
@@ -101,25 +101,11 @@ def warn_changed(what: object, changed: Sequence[str]) -> None:
 
 
 def write(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
-    """Write a plan to a file, whole or not at all."""
+    """Write a plan to a file, whole or not at all; raises `PlanFileError`."""
     versions = f"graphrt {__version__}, torch {torch.__version__}"
     head = {"graphrt_plan": FORMAT, "made_with": versions}
     text = json.dumps({**head, **content}, indent=2) + "\n"
-    try:
-        target = Path(path)
-        beside = target.with_name(f".{target.name}.{os.getpid()}")
-        try:
-            beside.write_text(text, encoding="utf-8")
-            beside.replace(target)
-        finally:
-            beside.unlink(missing_ok=True)
-    except (OSError, TypeError, ValueError) as error:
-        raise errors.PlanFileError(
-            "the plan cannot be written",
-            got=f"{shown(path)} ({error})"[:500],
-            expected="a path in a folder that may be written",
-            advice='plan.save("plan.json"), or make the folder before',
-        ) from error
+    write_whole(path, text, what="the plan", error=errors.PlanFileError)
 
 
 def read(

@@ -33,7 +33,7 @@ class CaptureSizes:
 
     `mixed` are the PIECEWISE sizes, `general` those of FULL graphs that serve any batch, and
     `decode` the ladder of uniform FULL sizes for each query length. `limit` is M of
-    docs/concepts/sizes.md.
+    docs/concepts/sizes.md, `left_out` the host's own sizes that are larger than any batch.
     """
 
     max_num_reqs: int
@@ -42,6 +42,7 @@ class CaptureSizes:
     mixed: tuple[int, ...]
     general: tuple[int, ...]
     decode: Mapping[int, tuple[int, ...]]
+    left_out: tuple[int, ...] = ()
 
     def lines(self, mode: GraphMode) -> list[str]:
         """The lists of sizes that `mode` captures, in tokens, with how many there are."""
@@ -50,11 +51,15 @@ class CaptureSizes:
             lists = {"mixed": self.mixed}
             lists |= {f"decode, query length {q}": ladder for q, ladder in self.decode.items()}
         width = max(map(len, lists))
-        lines = [f"Sizes, at most {self.limit} tokens:"]
+        largest = max((listed[-1] for listed in lists.values() if listed), default=0)
+        lines = [f"Sizes, at most {largest} tokens:"]
         for name, listed in lists.items():
             head = f"  {name:{width}} {len(listed):4}: "
             text = head + (" ".join(map(str, listed)) or "none")
             lines.append(textwrap.fill(text, _WIDTH, subsequent_indent=" " * len(head)))
+        if self.left_out:
+            sizes = " ".join(map(str, self.left_out))
+            lines.append(f"left out: sizes above max_num_tokens={self.max_num_tokens}: {sizes}")
         return lines
 
 
@@ -85,6 +90,7 @@ def capture_sizes(
     max_size: int | None = None,
     cap: int = _CAP,
     traffic: Traffic | None = None,
+    mode: Mode | None = None,
     **_: object,
 ) -> CaptureSizes:
     """The sizes of a host, by default or from its own list; takes the checked arguments of a plan.
@@ -107,11 +113,12 @@ def capture_sizes(
             expected="query_lens of at most max_num_tokens",
             advice=f"max_num_tokens={max(max_num_reqs * longest, max_num_tokens)}",
         )
-    limit = min(max_num_reqs * longest * 2, cap, max_num_tokens)
-    if max_size is not None:
-        limit = min(max_size, max_num_tokens)
-    listed = None if sizes is None else _cut(tuple(sizes), max_size)
-    _refuse_many(len(query_lens) * (limit // 16 if listed is None else len(listed)))
+    top = min(cap if max_size is None else max_size, max_num_tokens)
+    limit = top if max_size is not None else min(max_num_reqs * longest * 2, top)
+    if mode is None or not GraphMode.parse(mode).has_piecewise:
+        top = limit
+    listed = None if sizes is None else _cut(tuple(sizes), max_num_tokens, max_size)
+    _refuse_many(len(query_lens) * (top // 16 if listed is None else len(listed)))
     ladders: dict[int, tuple[int, ...]] = {}
     if listed is not None:
         tokens = max_num_tokens if max_size is None else limit
@@ -121,8 +128,9 @@ def capture_sizes(
             largest = min(full, tokens) // q * q
             rounded = {min(-(-size // q) * q, largest) for size in listed}
             ladders[q] = tuple(sorted((rounded | ({full} if full <= limit else set())) - {0}))
-        return CaptureSizes(max_num_reqs, max_num_tokens, limit, listed, listed, ladders)
-    mixed = _up_to(limit, [*_steps(limit), max_num_reqs * longest, max_num_tokens])
+        above = tuple(size for size in sizes or () if size > max_num_tokens)
+        return CaptureSizes(max_num_reqs, max_num_tokens, limit, listed, listed, ladders, above)
+    mixed = _up_to(top, [*_steps(top), max_num_reqs * longest, max_num_tokens])
     whole: list[int] = []
     for q in query_lens:
         full = max_num_reqs * q
@@ -165,7 +173,8 @@ def descriptors_for(
     largest first; of the checked arguments of a plan.
 
     There is a key for each of `loras` (active adapters; None is any number) and `variants`, and
-    for FULL each of `bounds`: what bakes bounds in is attention, which runs between the pieces.
+    for FULL each of `bounds`: what bakes bounds in is attention, which runs between the pieces. No
+    key has more active adapters than tokens: each token has one at most.
     """
     mode = GraphMode.parse(runs)
     keys: list[CaptureKey] = []
@@ -189,7 +198,8 @@ def descriptors_for(
         for variant, lora, bound in itertools.product(variants, loras, of_mode):
             key = named._replace(bounds=bound, variant=variant)
             if lora != 0:
-                key = key._replace(has_lora=True, num_active_loras=lora or 0)
+                active = min(lora or 0, key.num_tokens)
+                key = key._replace(has_lora=True, num_active_loras=active)
             cases[runtime_mode, key] = None
     return tuple(sorted(cases, key=capture_order))
 
@@ -242,6 +252,30 @@ def eager_range(sizes: CaptureSizes, keys: Iterable[CaptureKey], query_len: int)
     return (largest // query_len + 1) * query_len, most * query_len
 
 
+def size_notes(
+    sizes: CaptureSizes, keys: Sequence[CaptureKey], mode: GraphMode, max_size: int | None
+) -> list[str]:
+    """Lines on batches that the captured sizes do not serve, and on a `max_size` that none has."""
+    notes = []
+    largest = max((descriptor.num_tokens for _, descriptor in keys), default=0)
+    if keys and max_size is not None and largest != max_size:
+        notes.append(f"Note: the largest size is {largest} instead of max_size={max_size}")
+    for query_len in sizes.decode if keys else ():
+        first, most = eager_range(sizes, keys, query_len)
+        if first <= most:
+            notes.append(
+                f"Note: decode batches of {first} to {most} tokens (query length {query_len}) "
+                "will run eagerly: max_size, sizes and the budget say which are captured"
+            )
+    mixed = max((each.num_tokens for _, each in keys if not each.uniform), default=0)
+    if keys and mode.mixed_mode is not GraphMode.NONE and mixed < sizes.max_num_tokens:
+        notes.append(
+            f"Note: prompts and mixed batches of {mixed + 1} to {sizes.max_num_tokens} tokens have "
+            "no graph: max_size, sizes and the budget say which are captured"
+        )
+    return notes
+
+
 def _refuse_many(graphs: int) -> None:
     """Raise `InvalidOptionError` for more than anybody captures, before any of it is planned."""
     if graphs > _MOST_GRAPHS:
@@ -254,17 +288,18 @@ def _refuse_many(graphs: int) -> None:
         )
 
 
-def _cut(sizes: tuple[int, ...], max_size: int | None) -> tuple[int, ...]:
-    """A host's own sizes up to `max_size`; raises `InvalidOptionError` if none is left."""
-    if max_size is None:
-        return sizes
-    kept = tuple(size for size in sizes if size <= max_size)
+def _cut(sizes: tuple[int, ...], max_num_tokens: int, max_size: int | None) -> tuple[int, ...]:
+    """A host's own sizes that a batch can have, up to `max_size`; raises `InvalidOptionError` if
+    none is left."""
+    names = {"max_num_tokens": max_num_tokens, "max_size": max_size}
+    name, most = min(((n, m) for n, m in names.items() if m is not None), key=lambda each: each[1])
+    kept = tuple(size for size in sizes if size <= most)
     if not kept:
         raise InvalidOptionError(
-            "max_size leaves no capture size",
-            got=f"max_size={max_size}, sizes={list(sizes)}",
-            expected=f"max_size >= {sizes[0]}",
-            advice=f"max_size={sizes[-1]}, or no max_size",
+            f"{name} leaves no capture size",
+            got=f"{name}={most}, sizes={list(sizes)}",
+            expected=f"{name} >= {sizes[0]}",
+            advice=f"{name}={sizes[-1]}, or no {name}",
         )
     return kept
 

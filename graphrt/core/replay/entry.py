@@ -21,6 +21,7 @@ from graphrt.core.batch.context import ForwardContext
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.device.contract import DeviceGraph
 from graphrt.core.device.platform import Platform
+from graphrt.core.dispatch.dispatcher import GraphDispatcher
 from graphrt.core.replay.tasks import (
     UNCHANGED,
     CapturedTask,
@@ -401,6 +402,10 @@ class Entry:
         self.bound = bound
         # The token of the step that captured it: that step may not replay it too.
         self.captured_in = captured_in
+        # The dispatcher of the runner that captured it, and those that have announced its steps: it
+        # is withdrawn there before it is destroyed.
+        self.owner: GraphDispatcher | None = None
+        self.announcers: set[GraphDispatcher] = set()
         # Makes new containers for each step, as the caller may change those that it gets.
         self.fresh = tree.copier(outputs)
         # Whether the next replay compares its arguments with those of the capture.

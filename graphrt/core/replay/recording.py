@@ -4,7 +4,7 @@ and the garbage collector, which must not run in one."""
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -55,6 +55,10 @@ class Recording(Protocol):
     def add_task(self, task: Any) -> None:
         """Note a `CapturedTask` of the open segment."""
 
+    @property
+    def task_count(self) -> int:
+        """How many tasks the open segment has."""
+
 
 active: ContextVar[Recording | None] = ContextVar("graphrt_capture", default=None)
 """The capture under way in this thread, whether a segment is open or an eager part runs."""
@@ -69,6 +73,10 @@ counted: ContextVar[GraphWork | None] = ContextVar("graphrt_counted_work", defau
 issued: ContextVar[list[Any] | None] = ContextVar("graphrt_issued_operators", default=None)
 """The operators that the step which captures in this thread has issued so far, where they are
 noted."""
+
+drawn_from: ContextVar[Collection[torch.Generator]] = ContextVar("graphrt_generators", default=())
+"""The generators that a forward which captures in this thread gives to operators: a device's graph
+has to know them before its capture begins."""
 
 in_task: ContextVar[bool] = ContextVar("graphrt_task", default=False)
 """Whether the operators of a task are issued eagerly in this thread: what they make of its host

@@ -214,8 +214,10 @@ class UpdatableTask:
 
     `issue(*tensors, **host_values)` calls the operator into given outputs and workspace: it may not
     allocate, synchronise, or touch other tensors than those it was captured with. With other host
-    values it may launch fewer kernels than at its capture, but no more. `at_capture`
-    gives the worst-case host values for a descriptor, which warm-up and capture use.
+    values it launches as many kernels as at its capture, of the same kind. On Ascend another number
+    is a `TaskContractError` (the device answers 507000), or a `DeviceHangError` where one too many
+    ends torch_npu's launch queue. On CUDA it may launch fewer, never more. `at_capture` gives the
+    worst-case host values for a descriptor, which warm-up and capture use.
     """
 
     def __init__(

@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any, TextIO
 
 import torch
+import torch.distributed as dist
 
 from graphrt.core.base import errors, tree
 from graphrt.core.base._undo import Undo, note, undoing
@@ -26,8 +27,9 @@ from graphrt.core.base.texts import counted, seconds_text
 from graphrt.core.batch.context import ForwardContext
 from graphrt.core.batch.descriptor import Batch, BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
+from graphrt.core.capture import refusals
 from graphrt.core.capture.guard import SideDoors, side_doors
-from graphrt.core.device.contract import GraphWork
+from graphrt.core.device.contract import EndedCaptureError, GraphWork
 from graphrt.core.dispatch.ladders import preference
 from graphrt.core.dispatch.reasons import Agreed, Dispatch
 from graphrt.core.plan.sizes import CaptureKey
@@ -240,8 +242,12 @@ class CaptureSession:
         """Capture and publish the graphs of `keys` in their order. `more` says that other sessions
         will capture graphs too: none of these is then taken for the largest or smallest."""
         setup, graphs = self._setup, self._graphs
+        had_graphs = bool(graphs.begun)
         graphs.destroy_leftovers()
-        if graphs.records:
+        if had_graphs and not graphs.begun:
+            # The pool has destroyed them all: what they read, such as an old KV cache, is no more.
+            graphs.release()
+        if graphs.begun:
             # Graphs that are captured already read the old addresses.
             graphs.named.check()
             changed = graphs.checks.changed_settings()
@@ -336,6 +342,8 @@ class CaptureSession:
         transaction.may_draw = is_cold or self._state.may_draw()
         transaction.work = work
         self._streams.check(graph, work)
+        with pool.capture_lock:
+            pool.platform.make_room()
         outside = pool.platform.driver_bytes()
         try:
             self._attempt(graph)
@@ -367,20 +375,42 @@ class CaptureSession:
             if not isinstance(error, errors.GraphRTError):
                 explained = self._setup.pool.platform.explain(error)
                 if isinstance(explained, errors.ResourceExhaustedError):
-                    raise explained from error
+                    try:
+                        raise explained from error
+                    finally:
+                        # Else the error and this frame keep each other, and the memory of the run:
+                        # smaller graphs would find no room either, as no garbage is collected.
+                        del explained
+                if "to_padded_tensor" in str(error):
+                    raise refusals.NESTED_PADDING(source=refusals.source_of(error)) from error
+                specs = self._setup.inputs.declared.specs.items()
+                pads = ", ".join(f"{name}={spec.pad_value}" for name, spec in specs)
+                note(error, f"in a warm-up, where every row is padding ({pads}; InputSpec(pad=))")
             raise
         return work
 
-    def _attempt(self, graph: graph_table.PreparedStep) -> None:
-        """Capture a graph; once more with its constants lifted where these cannot be captured."""
+    def _attempt(self, graph: graph_table.PreparedStep, *, again: bool = False) -> None:
+        """Capture a graph; once more with its constants lifted where these cannot be captured, or
+        where another thread has ended the capture. Segments of pieces may have run until then, and
+        other ranks wait in their collectives: with ranks only a FULL graph has a second attempt."""
+        ended = False
         try:
             self._run(graph, captures=True)
+        except EndedCaptureError:
+            alone = not (dist.is_available() and dist.is_initialized())
+            if again or not (alone or graph.mode is GraphMode.FULL):
+                raise
+            # Not from here: while an error is handled it keeps the memory of its capture.
+            ended = True
         except errors.PageableCopyError:
             if graph.transaction.lifts_constants:
                 raise
             graph.transaction.rollback()
             graph.transaction.lifts_constants = True
-            self._attempt(graph)
+            self._attempt(graph, again=again)
+        if ended:
+            graph.transaction.rollback()
+            self._attempt(graph, again=True)
 
     @undoing
     def _run(

@@ -8,7 +8,7 @@ by the `RunWatch` that they give it. The classes here check nothing: they are wh
    and puts the state back. Then `captured` is told which graphs there are.
 2. A step: while `on`, a graph is replayed at once if its slot is not `pending` and the next of
    `glances.looks` is True. Else the engine asks `why_eager`, then `try_step`.
-3. A step without a graph runs between `before_eager_step` and `after_eager_step`.
+3. A step without a graph is run by `run_eagerly`.
 4. `release()`: `reset`.
 
 C reads `on`, `pending` and `looks` at fixed offsets.
@@ -151,6 +151,9 @@ class StepChecks:
     def try_examples(self, executor: Any, make: MakeExample) -> None:
         """Try captured graphs by steps that the host makes; raises the first failure."""
 
+    def dropped(self, slot: int) -> None:
+        """Forget a graph that was destroyed, where others remain."""
+
     def reset(self) -> None:
         """Forget everything: there are no graphs."""
 
@@ -173,11 +176,12 @@ class StepChecks:
         reason to run it eagerly if it cannot be tried. With `strict` raises a failure."""
         return None
 
-    def before_eager_step(self) -> None:
-        """A step is about to run eagerly."""
+    def run_eagerly(self, executor: Any, step: Step) -> Any:
+        """Run a step eagerly on its live rows."""
+        return executor.run_unpadded(step)
 
     def after_eager_step(self) -> None:
-        """A step has run eagerly."""
+        """A step has run eagerly with the padding of its graph."""
 
     def verify(self, executor: Any, step: Step) -> tuple[Any, Exception | None]:
         """Try a step in any case; returns clones of its live outputs, and its failure or None."""

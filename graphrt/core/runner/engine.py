@@ -24,7 +24,7 @@ from graphrt.core.batch.descriptor import Batch, checked_batch
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.dispatch.dispatcher import Count
 from graphrt.core.dispatch.reasons import Agreed, Dispatch, Reason
-from graphrt.core.inputs.buffers import batch_of
+from graphrt.core.inputs.buffers import batch_of, reqs_of
 from graphrt.core.replay.gradients import marked
 from graphrt.core.replay.pool import GraphPool
 from graphrt.core.replay.recording import is_inside_capture, under_way
@@ -165,7 +165,7 @@ class StepEngine:
                 if check:
                     self.last_dispatch, outputs = self._checked(step)
                 elif dispatch.slot < 0:
-                    outputs = self._run_unpadded(step)
+                    outputs = self._run_unpadded(self._at_agreed_size(step, agreed))
                 else:
                     outputs = executor.run_padded(step)
             else:
@@ -200,9 +200,10 @@ class StepEngine:
         self.last_dispatch = eager = self._dispatcher.run_eagerly(dispatch, step.batch, reason)
         if not step.agreed:
             return eager, self._run_unpadded(step._replace(dispatch=eager))
-        outputs = self._executor.run_padded(step, eager=True)
-        checks.after_eager_step()
-        return eager, outputs
+        try:
+            return eager, self._executor.run_padded(step, eager=True)
+        finally:
+            checks.after_eager_step()
 
     def failed(
         self, dispatch: Dispatch, updates: Any = None, not_served_before: int | None = None
@@ -243,6 +244,8 @@ class StepEngine:
         except BaseException:  # a Ctrl-C too: UNCHANGED must not repeat these updates
             executor.step_failed(updates)
             raise
+        finally:
+            self._checks.after_eager_step()
 
     def verify(self, batch: Batch | None, values: Values, updates: Any, metadata: Any) -> Any:
         """See `GraphRunner.verify`."""
@@ -272,11 +275,35 @@ class StepEngine:
             raise failure
         return outputs
 
+    def _at_agreed_size(self, step: Step, agreed: Agreed | None) -> Step:
+        """A step of ranks without a graph for all, at the size that they have `agreed` on. Before
+        the first capture the axes of outputs are unknown, so that none is padded."""
+        if not isinstance(agreed, Dispatch) or agreed.slot >= 0 or not self._graphs.begun:
+            return step
+        tokens, reqs = agreed.descriptor[:2]
+        live = step.batch.num_tokens, reqs_of(self._executor.inputs, step.batch, step.values)
+        if reqs is None or tokens < live[0] or reqs < live[1]:
+            return step
+        dispatch = step.dispatch._replace(descriptor=agreed.descriptor)
+        self.last_dispatch = dispatch
+        return step._replace(dispatch=dispatch)
+
     def _run_unpadded(self, step: Step) -> Any:
         """Run a step eagerly on its live rows alone. With `strict` raises `CaptureSealedError` for
-        a batch that the plan has graphs for, such as one larger than every size."""
+        a batch that the plan has graphs for, such as one larger than every size, or one whose
+        graph was destroyed."""
         self._graphs.check_open()
         graphs, batch, reason = self._graphs, step.batch, step.dispatch.reason
+        if reason is Reason.NOT_CAPTURED and graphs.begun:
+            self._pool.check_open()
+            gone = graphs.dispatcher.planned_for(batch) if graphs.sealing.refuses else None
+            if gone is not None and gone.slot not in graphs.left_out:
+                graphs.sealing.refuse(
+                    "the graph of the batch was destroyed",
+                    got=batch,
+                    expected=f"{gone.mode.name} [{gone.descriptor}]",
+                    advice="capture() makes it again; or strict=False to run it eagerly",
+                )
         if graphs.sealing.refuses and reason in (Reason.TOO_LARGE, Reason.NO_GRAPH):
             plan = graphs.setup.plan
             is_decode = batch.query_len in plan.sizes.decode
@@ -287,8 +314,4 @@ class StepEngine:
                     got=batch,
                     expected=f"a batch that one of {len(plan.keys)} graphs serves",
                 )
-        self._checks.before_eager_step()
-        try:
-            return self._executor.run_unpadded(step)
-        finally:
-            self._checks.after_eager_step()
+        return self._checks.run_eagerly(self._executor, step)

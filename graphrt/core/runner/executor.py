@@ -21,7 +21,9 @@ from graphrt.core.base.thread_mode import unseen
 from graphrt.core.batch.context import ForwardContext, current_context
 from graphrt.core.batch.descriptor import Batch, live_query_len
 from graphrt.core.batch.modes import GraphMode
+from graphrt.core.dispatch.reasons import Reason
 from graphrt.core.inputs.buffers import batch_of, reqs_of, wrong_requests
+from graphrt.core.replay.handout import LiveOutputs
 from graphrt.core.replay.tasks import DEFERRED, UNCHANGED, WORST_CASE, check_names, failed_half_way
 from graphrt.core.runner.contract import Step, Values
 from graphrt.core.runner.graph_table import GraphTable, PreparedStep
@@ -141,32 +143,49 @@ class StepExecutor:
             dispatcher=graphs.dispatcher,
             live=step.batch,
         )
-        return self.run(prepared, step.batch, step.values, context, eager=eager, around=around)
+        pool = None if eager else prepared.pool_of_pieces
+        replays, dispatcher = 0 if pool is None else pool.generation, graphs.dispatcher
+        not_served = dispatcher.not_served
+        outputs = self.run(prepared, step.batch, step.values, context, eager=eager, around=around)
+        # The host has replaced the wrappers of its pieces: nothing was replayed, nobody said so.
+        if pool is not None and (replays, not_served) == (pool.generation, dispatcher.not_served):
+            dispatcher.not_replayed(context)
+        return outputs
 
     def run_unpadded(self, step: Step, around: Around | None = None) -> Any:
-        """Run the forward on copies of the live rows, in a trial by `around`. Raises
-        `InvalidInputError`."""
+        """Run the forward on copies of the live rows, in a trial by `around`; where ranks found no
+        graph for all, padded to the rows of the largest of them, as collectives need as many
+        everywhere. Raises `InvalidInputError`."""
         inputs, pool = self.inputs, self.pool
         batch, values, descriptor = step.batch, step.values, step.dispatch.descriptor
         tokens, reqs = batch.num_tokens, reqs_of(inputs, batch, values)
+        rows = tokens, reqs
+        if step.dispatch.reason is Reason.RANKS_DISAGREE:
+            rows = descriptor.num_tokens, descriptor.num_reqs or reqs
+        is_padded = rows != (tokens, reqs)
         context = ForwardContext(
             _NONE,
             descriptor,
             -1,
             step.updates,
             step.metadata,
-            num_reqs=reqs,
+            num_reqs=rows[1],
             live=batch,
         )
         pool.streams.follow()
         # Torch modes of the host are to see the operators of the forward, not these copies.
-        views = unseen(partial(inputs.copies, values, tokens, reqs))
+        copies = partial(inputs.padded_copies, rows=rows) if is_padded else inputs.copies
+        views = unseen(partial(copies, values, tokens, reqs))
         # After the copies: the last step's outputs may be among the inputs.
         pool._expire_outputs()
         if self._bind is not None:
             self._bind(MappingProxyType(views), descriptor, "eager")
         forward = partial(self.graphs.setup.run_forward, **inputs.nest(views))
         outputs = self._in_context(context, forward, around)
+        if is_padded:
+            axes = self.graphs.setup.outputs
+            live = LiveOutputs(descriptor, rows[1], axes, pool.handed_out, raw_storages=False)
+            return live.live(outputs, tokens, reqs)
         return (
             tree.cloned(outputs) if self._clones else tree.map_leaves(torch.Tensor.detach, outputs)
         )

@@ -96,6 +96,7 @@ class PreparedStep:
             frozenset(view.untyped_storage().data_ptr() for view in layout.views.values()),
             metadata_is_declared=setup.host.metadata is not None,
             lifts_constants=last is not None and last.transaction.lifts_constants,
+            dispatcher=graphs.dispatcher,
         )
         self.outputs = LiveOutputs(
             descriptor,
@@ -104,6 +105,8 @@ class PreparedStep:
             pool.handed_out,
             raw_storages=pool.platform.raw_storages and setup.options.outputs != "clone",
         )
+        # Where the first piece of a forward that has its own is captured; None for other graphs.
+        self.pool_of_pieces: GraphPool | None = None
         # If a step is one replay of a single graph: its wrapper's entry, and the step in C.
         self.entry: Entry | None = None
         self.native: Any = None
@@ -147,6 +150,8 @@ class PreparedStep:
     def hold(self) -> None:
         """Prepare for steps that return exactly the outputs that the wrapper has captured."""
         wrapper, setup = self.wrapper, self._setup
+        if wrapper is None:
+            self.pool_of_pieces = self.transaction.captured[0][0].pool
         entry = None if wrapper is None else wrapper.entries.get(self.descriptor)
         # Pieces of compiled modules have no wrapper here. A pool that was cleared has no entry:
         # until `recapture()` its steps are without a graph. The same outputs are held already.
@@ -190,6 +195,7 @@ class GraphTable:
     """Which graphs of a runner are captured, and which were left out.
 
     The dispatcher gives each planned graph a slot, and serves batches by those that are published.
+    Whoever destroys one withdraws it there, so `records` and the report have no graph that is gone.
     `steps` are prepared steps by slot, `records` say what each capture took. `left_out` are the
     slots that no step and no `capture_next()` tries again, with the graph if it was dropped for
     want of room, and None if it failed. The table is changed only in a turn of the pool.
@@ -202,7 +208,8 @@ class GraphTable:
         for key in setup.plan.keys:
             self.dispatcher.reserve(*key)
         self.steps: list[PreparedStep | None] = []
-        self.records: list[GraphRecord] = []
+        # Of graphs that are gone too, until the next capture.
+        self._records: list[GraphRecord] = []
         self.left_out: dict[int, DroppedGraph | None] = {}
         self.sealing = Sealing(setup.options)
         self.named = NamedWeights(setup.forward, [module.weights for module in setup.compiled])
@@ -230,6 +237,12 @@ class GraphTable:
     def dropped(self) -> tuple[DroppedGraph, ...]:
         """The graphs that did not fit on the device."""
         return tuple(graph for graph in self.left_out.values() if graph is not None)
+
+    @property
+    def records(self) -> list[GraphRecord]:
+        """What each graph's capture took, in the order of captures."""
+        serving = {(graph.mode, graph.descriptor) for graph in self.dispatcher.published}
+        return [each for each in self._records if (each.mode, each.descriptor) in serving]
 
     def missing(self, *, left: bool = False) -> list[CaptureKey]:
         """The planned keys that are not captured, in the order of captures; with `left` those
@@ -296,7 +309,7 @@ class GraphTable:
             )
         self.steps += [None] * (graph.slot + 1 - len(self.steps))
         self.steps[graph.slot] = graph
-        self.records.append(record)
+        self._records.append(record)
         logger.info("captured %s in %.3f s", graph, record.capture_s)
         # Last: from this store on steps are dispatched to the graph.
         self.dispatcher.publish(graph.mode, graph.descriptor)
@@ -316,11 +329,11 @@ class GraphTable:
         """Destroy all graphs; every key stays reserved, and may be captured again."""
         self.dispatcher.withdraw_all()
         self.left_out.clear()
-        self.steps.clear()
         self.sealing.open()
-        self.setup.outputs.forget()
         for module in self.setup.compiled:
             module.unseal()
+        self.steps.clear()
+        self.setup.outputs.forget()
         self.destroy_leftovers()
         # Last: until then graphs may read what the checks keep alive.
         self.checks.reset()
@@ -328,10 +341,9 @@ class GraphTable:
     def destroy_leftovers(self) -> None:
         """Destroy the graphs that the dispatcher does not serve, the last first: of a capture that
         failed, or a release. Called again it goes on."""
-        published = self.dispatcher.published
-        keys = {(graph.mode, graph.descriptor) for graph in published}
-        self.records[:] = [each for each in self.records if (each.mode, each.descriptor) in keys]
-        serving = {graph.slot for graph in published}
+        self._records[:] = self.records
+        serving = {graph.slot for graph in self.dispatcher.published}
         for slot in [slot for slot in reversed(self.begun) if slot not in serving]:
             self.begun[slot].transaction.rollback()
+            self.checks.dropped(slot)
             del self.begun[slot]

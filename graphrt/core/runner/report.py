@@ -7,14 +7,14 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from graphrt._version import __version__
+from graphrt.core.base.files import write_whole
 from graphrt.core.base.homes import public
-from graphrt.core.base.texts import aligned, counted, listed, seconds_text, size_text
+from graphrt.core.base.texts import aligned, counted, listed, printable, seconds_text, size_text
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.dispatch.reasons import Reason
@@ -130,11 +130,12 @@ class RunnerReport:
         return json.dumps(self.to_dict(), indent=1)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write `to_json()` to a file, of which `graphrt report` makes a page."""
-        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+        """Write `to_json()` to a file, of which `graphrt report` makes a page. Raises
+        `InvalidOptionError` if it cannot be written, or is a link."""
+        write_whole(path, self.to_json() + "\n", what="the report")
 
     def __str__(self) -> str:
-        return "\n".join(report_lines(self.to_dict()))
+        return printable("\n".join(report_lines(self.to_dict())))
 
     def __repr__(self) -> str:
         steps, hits = sum(self.reasons.values()), self.reasons.get(Reason.HIT, 0)

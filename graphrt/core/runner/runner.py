@@ -117,6 +117,10 @@ class Runner(Uncopied, Generic[R]):
         """The dispatch of the last step, which says how it ran."""
         return self._engine.last_dispatch
 
+    def unwrap(self) -> Callable[..., R]:
+        """The forward, which the runner calls inside of another one's capture."""
+        return self.graphs.setup.forward
+
     def slot(self, batch: Batch) -> InputSlot:
         """Host memory in which the inputs of `batch` are written in place, and which the caller
         keeps: `runner(slot)` runs their step. Raises `InvalidBatchError`."""

@@ -13,7 +13,7 @@ from graphrt.core.base.errors import TaskContractError
 from graphrt.core.base.thread_mode import ThreadMode
 from graphrt.core.capture.refusals import Source, user_source
 from graphrt.cpu.arena import Arena
-from graphrt.cpu.private_torch import disabled_dispatch
+from graphrt.cpu.private_torch import dense_kernel, disabled_dispatch
 from graphrt.cpu.tape.aliases import PLAIN, Aliases, fresh_among, unexpanded, with_replaced
 from graphrt.cpu.tape.constants import OwnTensors, TapeConstants, changes_metadata
 from graphrt.cpu.tape.lowering import (
@@ -27,9 +27,12 @@ from graphrt.cpu.tape.lowering import (
 from graphrt.cpu.tape.operators import Operator, operator_of
 from graphrt.cpu.tape.refusals import (
     CHANGED_METADATA,
+    CHOICE,
     GROWN_TENSOR,
+    HIGHER_ORDER,
     HOST_READ,
     INDEXED,
+    LOOP,
     MASK_DTYPES,
     ONE_HOT,
     OUTPUT_OF_NO_TAPE,
@@ -76,6 +79,7 @@ class Tape(ThreadMode):
     keep all other tensors alive.
     """
 
+    supports_higher_order_operators = True
     takes_apart = False  # some rules refuse a composite operator: `one_hot` under inference mode
 
     def __init__(self, arena: Arena, *, inference: bool) -> None:
@@ -107,6 +111,8 @@ class Tape(ThreadMode):
             return NotImplemented
         if self.failure is not None:
             raise self.failure
+        if getattr(func, "_schema", None) is None:
+            return self._higher_order(func, args, kwargs)
         op = operator_of(func)
         rule = rule_of(op)
         if (
@@ -129,6 +135,22 @@ class Tape(ThreadMode):
         result = self._compute(op, args, kwargs)
         self.constants.derive(op, (args, kwargs), result)
         return self.own_tensors.note(result)
+
+    def _higher_order(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record the operators that a higher-order one calls: those of `flex_attention`, and those
+        of the branch of a `cond` that every replay takes."""
+        name = func.name()
+        if name == "cond":
+            chosen, *branches, operands = args
+            if not self.constants.are_constant(chosen):
+                raise CHOICE(op="torch.cond")
+            with self:
+                return branches[0 if chosen else 1](*operands)
+        dense = dense_kernel(func) if name == "flex_attention" else None
+        if dense is None:
+            raise (LOOP if name == "while_loop" else HIGHER_ORDER)(op=name)
+        with self:
+            return dense(*args, **kwargs)
 
     def _checked_arguments(
         self, rule: Rule, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]

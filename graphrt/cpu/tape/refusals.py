@@ -72,6 +72,21 @@ _REPEATS = _DYNAMIC_SHAPE._replace(
 )
 
 
+CHOICE = HOST_READ._replace(
+    what="torch.cond chooses a branch by a tensor's values: every replay would take the one of the "
+    "capture",
+    advice=f"compute both branches and choose with torch.where(condition, a, b), or {IN_PIECES}",
+)
+LOOP = HOST_READ._replace(
+    what="while_loop ends by the values of a tensor: every replay would make the turns of the "
+    "capture",
+    advice=f"use a Python loop of a fixed number of turns, with torch.where, or {IN_PIECES}",
+)
+HIGHER_ORDER = Refusal(
+    RefusedOpError,
+    "a higher-order operator of torch hides the operators that it calls, and no tape has them",
+    advice=f"call the function in it directly, in a Python loop where it loops, or {IN_PIECES}",
+)
 CHANGED_METADATA = Refusal(
     RefusedOpError,
     "the shape or memory of a tensor from outside of the capture is changed, which no replay "

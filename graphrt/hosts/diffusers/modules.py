@@ -29,7 +29,7 @@ import torch
 
 from graphrt.core.base import tree
 from graphrt.core.base.torch_names import global_hooks
-from graphrt.trust.places.walk import is_library
+from graphrt.trust.places.libraries import is_library, is_library_class
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _INNER = ("_parameters", "_buffers", "_modules", *_HOOKS)
@@ -185,7 +185,7 @@ class _Walk:
         if read is not None:
             self.readers.append(read)
         # Neither Python attributes nor a known container, and state in C.
-        elif fixed_members is None and not isinstance(attributes, dict) and _is_opaque(kind, home):
+        elif fixed_members is None and not isinstance(attributes, dict) and _is_opaque(kind):
             self.unseen = self.unseen or f"{path} leads to a {home}.{kind.__qualname__}"
         other_members = read() if read is not None else fixed_members or []
         self.tensors += [item for item in other_members if isinstance(item, torch.Tensor)]
@@ -215,8 +215,8 @@ def _fixed_inside(value: Any) -> list[Any] | None:
 def _reader_of(value: Any, home: str) -> Callable[[], list[Any]] | None:
     """A function that returns what a value holds beside its `__dict__`; None if that is unknown."""
     if isinstance(value, types.FunctionType):
-        is_torchs = is_library(value.__module__ or "")
-        return None if is_torchs else functools.partial(_of_function, value)
+        is_librarys = is_library(value.__module__ or "", value.__globals__)
+        return None if is_librarys else functools.partial(_of_function, value)
     if isinstance(value, dict):
         return lambda: [*dict.keys(value), *dict.values(value)]
     if isinstance(value, (list, set, deque)):
@@ -233,7 +233,7 @@ _MISSING = "this slot is empty"
 
 
 def _slots_of(cls: type) -> list[str]:
-    if is_library(_home_of(cls)):
+    if is_library_class(cls):
         return []
     members = vars(cls).items()
     return [name for name, each in members if isinstance(each, types.MemberDescriptorType)]
@@ -245,9 +245,9 @@ def _home_of(kind: type) -> str:
     return name if isinstance(name, str) else "builtins"
 
 
-def _is_opaque(kind: type, home: str) -> bool:
+def _is_opaque(kind: type) -> bool:
     """Whether objects of a type have state in C that Python does not show."""
-    return not is_library(home) and kind.__basicsize__ > object.__basicsize__
+    return not is_library_class(kind) and kind.__basicsize__ > object.__basicsize__
 
 
 def _of_function(function: types.FunctionType) -> list[Any]:

@@ -165,6 +165,11 @@ class _Installed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._method(*args, **kwargs)
 
+    def unwrap(self) -> Callable[..., Any]:
+        """The model's own method."""
+        original: Callable[..., Any] = self.__wrapped__  # type: ignore[attr-defined]
+        return original
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # A copy of the model calls its own method: ours would run the first model's weights.
         seam = self._method.__self__  # type: ignore[attr-defined]

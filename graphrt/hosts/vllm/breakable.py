@@ -11,6 +11,7 @@ from graphrt import ForwardContext, GraphMode, eager_break, wrapper_class
 from graphrt import current_platform as device_platform
 from graphrt.errors import UnsupportedHostError
 from graphrt.hosts.vllm._state import state
+from graphrt.hosts.vllm.steps import InnerStep
 from graphrt.hosts.vllm.wrapper import (
     check_config,
     graph_options,
@@ -64,8 +65,8 @@ class _BreakableCalls:
 
     def __init__(self, runnable: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         check_config(vllm_config)
-        # Mode -> graphrt's wrapper for it.
-        self._inner: dict[GraphMode, Any] = {}
+        # Mode, and whether for an `InnerStep` -> graphrt's wrapper for it.
+        self._inner: dict[tuple[GraphMode, bool], Any] = {}
         # vLLM's handle of the pool.
         self._handle: Any = None
         # The context of the present call, and its arguments that are None.
@@ -81,9 +82,10 @@ class _BreakableCalls:
         if key_of is not None:
             # By this key: a batch of the same shape may run other code.
             step = state.steps.keyed(step, key_of(*args, **kwargs))
-        inner = self._inner.get(step.mode)
+        kind = step.mode, isinstance(step, InnerStep)
+        inner = self._inner.get(kind)
         if inner is None:
-            inner = self._inner[step.mode] = self._new_inner(step.mode)
+            inner = self._inner[kind] = self._new_inner(*kind)
         self._step = step
         # vLLM passes None in some steps and nothing in others: to a graph both must be the same.
         self._left_out = {name: None for name, value in kwargs.items() if value is None}
@@ -100,10 +102,10 @@ class _BreakableCalls:
         old_handle, self._handle = self._handle, handle
         if old_handle is handle or old_handle == handle:
             return
-        pool = state.pools.use(handle, self)
-        for inner in self._inner.values():
+        state.pools.use(handle, self)
+        for (_, is_inner), inner in self._inner.items():
             inner.clear_graphs()
-            inner.move_to(pool.graphs)
+            inner.move_to(state.pools.use(handle, self, inner=is_inner).graphs)
         state.pools.leave(old_handle, self)
 
     @property
@@ -128,11 +130,11 @@ class _BreakableCalls:
         only_mode = self.__dict__.get("runtime_mode")
         return only_mode is None or only_mode.name == mode.name
 
-    def _new_inner(self, mode: GraphMode) -> Any:
+    def _new_inner(self, mode: GraphMode, is_inner: bool) -> Any:
         return wrapper_class(device_platform())(
             self._run,
             mode,
-            pool=state.pools.use(self._handle, self).graphs,
+            pool=state.pools.use(self._handle, self, inner=is_inner).graphs,
             read_context=lambda: self._step,
             options=graph_options(self.vllm_config),
             breakable=True,

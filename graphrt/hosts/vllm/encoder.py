@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -25,9 +26,15 @@ class EncoderCaptures:
     def around(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """`EncoderCudaGraphManager._capture_budget_graph`, served."""
 
+        signature = inspect.signature(original)
+
         @functools.wraps(original)
-        def capture(manager: Any, token_budget: int, path: str = "default", *args: Any) -> Any:
-            result = original(manager, token_budget, path, *args)
+        def capture(*args: Any, **kwargs: Any) -> Any:
+            # vLLM 0.33 passes the path and the axis keys by name, 0.24 has no axis keys.
+            call = signature.bind(*args, **kwargs)
+            call.apply_defaults()
+            manager, token_budget, path, *axis_keys = call.arguments.values()
+            result = original(*args, **kwargs)
             new_budgets = [
                 budget
                 for budget in manager._get_graph_set(path).values()
@@ -43,7 +50,8 @@ class EncoderCaptures:
             # Not the budget itself: it refers to the graph, which could then never be dropped.
             buffers = new_budgets[0].input_buffers, new_budgets[0].output_buffer
             forward = partial(_encode, manager.model, *buffers, path)
-            descriptor = BatchDescriptor(token_budget, variant=("encoder", path))
+            variant = ("encoder", path, *filter(None, axis_keys))
+            descriptor = BatchDescriptor(token_budget, variant=variant)
             new_budgets[0].graph.capture(manager.graph_pool, forward, descriptor)
             return result
 

@@ -169,11 +169,11 @@ class FullCaptures:
             return (partial(self._run, created[0]), *created[1:])
         return partial(self._run, created)
 
-    def _run(self, forward: Callable[[Any], Any], mode: Any) -> Any:
+    def _run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         graph = self._open
         if graph is None:
-            return forward(mode)
+            return forward(*args, **kwargs)
         state.pools.largest = max(state.pools.largest, self._key.num_tokens)
         key = self._key
         descriptor = BatchDescriptor(key.num_tokens, getattr(key, "num_reqs", None), variant=key)
-        return graph.capture(self._handle, partial(forward, mode), descriptor)
+        return graph.capture(self._handle, partial(forward, *args, **kwargs), descriptor)

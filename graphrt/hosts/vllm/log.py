@@ -54,6 +54,11 @@ class EagerSteps:
         self.reasons[Reason.MISSING_GRAPH] += 1
         self._note(f"there is no {context.mode.name} graph for [{context.descriptor}]")
 
+    def without_descriptor(self, mode: str) -> None:
+        """vLLM asked for a graph in a context that names no batch."""
+        self.reasons[Reason.NO_CONTEXT] += 1
+        self._note(f"its forward context asks for a {mode} graph and has no batch descriptor")
+
     def not_dispatched(self, num_tokens: int | None, largest: int) -> None:
         """vLLM dispatched the step to no graph."""
         if num_tokens is not None and num_tokens > largest:

@@ -1,4 +1,4 @@
-"""vLLM's platform, with graphrt's wrapper of pieces and graphrt's step in its forward context."""
+"""vLLM's platform, with graphrt's wrapper of pieces and graphrt's mark in its forward context."""
 
 from __future__ import annotations
 
@@ -44,11 +44,10 @@ def platform_type(base: Any) -> Any:
         @classmethod
         def set_additional_forward_context(cls, *args: Any, **kwargs: Any) -> dict[str, Any]:
             extra = super().set_additional_forward_context(*args, **kwargs)
-            mode, descriptor = kwargs["cudagraph_runtime_mode"], kwargs["batch_descriptor"]
-            step = state.steps.of(mode, descriptor)
-            if step.descriptor is None and kwargs["attn_metadata"] is not None:
+            no_graph = kwargs["cudagraph_runtime_mode"].name == "NONE"
+            if no_graph and kwargs["attn_metadata"] is not None:
                 state.not_dispatched(kwargs["num_tokens"])
-            return {**extra, KEY: step}
+            return {**extra, KEY: True}
 
     GraphrtPlatform.__name__ = f"Graphrt{base.__name__}"
     return GraphrtPlatform

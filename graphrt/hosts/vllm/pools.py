@@ -19,12 +19,14 @@ from graphrt import (
 from graphrt.hosts.vllm.log import Captures
 from graphrt.hosts.vllm.table import Table
 
+_INNER = "inner"
+
 
 class SharedPool:
     """A `GraphPool` over a pool handle of vLLM's, and the graphs in it that vLLM names by keys."""
 
     def __init__(self, handle: Any, on_capture: Callable[[Any, BatchDescriptor], None]) -> None:
-        self.handle = handle
+        """`handle` None: memory of its own."""
         self.graphs = GraphPool(handle=handle)
         self.graphs.on_capture = on_capture
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -57,7 +59,7 @@ class Pools:
         of captures."""
         self._table = table
         self._on_end = on_end
-        # vLLM's handle -> graphrt's pool.
+        # vLLM's handle, or (_INNER, handle) -> graphrt's pool.
         self._pools: dict[Any, SharedPool] = {}
         self._count = count
         # The open session: its stack (None: no session), a session in each pool, vLLM's stream.
@@ -70,21 +72,28 @@ class Pools:
         self.last: Any = None
         """The handle that was used last."""
 
-    def use(self, handle: Any, user: Any) -> SharedPool:
-        """The pool of a handle, used by `user` until `leave` or its end."""
-        pool = self._pools.get(handle)
+    def use(self, handle: Any, user: Any, *, inner: bool = False) -> SharedPool:
+        """The pool of a handle, used by `user` until `leave` or its end.
+
+        With `inner` it is the pool beside it, with memory of its own, for graphs that are replayed
+        while a step of the handle's pool is under way.
+        """
+        key = (_INNER, handle) if inner else handle
+        pool = self._pools.get(key)
         if pool is None:
-            pool = self._pools[handle] = SharedPool(handle, self._captured)
+            pool = self._pools[key] = SharedPool(None if inner else handle, self._captured)
             self._join(pool)
         pool.users.add(user)
-        self.last = handle
+        if not inner:
+            self.last = handle
         return pool
 
     def leave(self, handle: Any, user: Any) -> None:
         """Note that `user` captures into another pool from now on."""
-        pool = self._pools.get(handle)
-        if pool is not None:
-            pool.users.discard(user)
+        for key in (handle, (_INNER, handle)):
+            pool = self._pools.get(key)
+            if pool is not None:
+                pool.users.discard(user)
 
     def close_unused(self, keep: Any) -> None:
         """Close the pools with captures that have no user any more, save that of the handle `keep`.

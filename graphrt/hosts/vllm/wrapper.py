@@ -11,7 +11,6 @@ from graphrt import ForwardContext, GraphOptions, SegmentHooks, WrapperTrials, w
 from graphrt import current_platform as device_platform
 from graphrt.errors import UnsupportedHostError
 from graphrt.hosts.vllm._state import state
-from graphrt.hosts.vllm.steps import KEY
 
 
 def step_reader() -> Callable[[], ForwardContext | None]:
@@ -19,9 +18,21 @@ def step_reader() -> Callable[[], ForwardContext | None]:
     step."""
     import vllm.forward_context as module
 
+    read = state.steps.read
+
     def read_step() -> ForwardContext | None:
         current = module._forward_context
-        return None if current is None else current.additional_kwargs.get(KEY)
+        if current is None:
+            return None
+        try:
+            if (
+                current.graphrt_descriptor is current.batch_descriptor
+                and current.graphrt_mode is current.cudagraph_runtime_mode
+            ):
+                return current.graphrt_step  # type: ignore[no-any-return]
+        except AttributeError:
+            pass  # the first read of this context
+        return read(current)
 
     return read_step
 

@@ -55,12 +55,16 @@ class Engine:
         return wrappers
 
     def params_of(self, forward_context: Any) -> Any:
-        """The `GraphParams` that attention fills and updates in this context; None for none."""
+        """The `GraphParams` that attention fills and updates in this context; None for none.
+
+        By the getters that attention calls: after 0.25 the variables behind them hold one
+        `GraphParams` with adapters and one without, and the getters choose by the current context.
+        """
         if not getattr(forward_context, "is_draft_model", False):
-            return self._module._graph_params
+            return self._module.get_graph_params()
         if getattr(forward_context, "is_draft_model_prefill", False):
-            return self._module._draft_graph_prefill_params
-        return self._module._draft_graph_params
+            return self._module.get_draft_graph_prefill_params()
+        return self._module.get_draft_graph_params()
 
     def hooks(self) -> SegmentHooks | None:
         """Hooks around each graph for vLLM's weight offloader."""

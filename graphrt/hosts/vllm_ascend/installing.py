@@ -1,35 +1,37 @@
 """Putting graphrt into a vllm-ascend that is installed, and taking it out again.
 
-Everything that depends on the version of vllm-ascend is the table at the top.
+Everything that depends on the version of vllm-ascend is the tables at the top. Newer versions are
+served if they have these names, arguments and fields. A graph of theirs that waits for its updates
+in another way is refused when it is captured: see `graphrt.hosts.vllm_ascend.wrapper`.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import inspect
 import os
+import re
 import sys
 from typing import Any
 
 from graphrt.ascend.driver.library import has_value_wait
 from graphrt.core.base.errors import UnsupportedHostError
 from graphrt.core.base.option_values import shown
+from graphrt.hosts.names import missing_arguments, missing_names
 from graphrt.hosts.vllm_ascend.engine import Engine
 from graphrt.hosts.vllm_ascend.params import GraphParams
 from graphrt.hosts.vllm_ascend.updating import updated_by
 from graphrt.hosts.vllm_ascend.wrapper import ACLGraphWrapper
 
 MODULE = "vllm_ascend.compilation.acl_graph"
-KNOWN = ("0.23",)
-"""Versions of vllm-ascend whose names, below, were looked at and run."""
+OLDEST = (0, 23)
+"""The oldest vllm-ascend whose names, below, were looked at."""
 
 REPLACED = ("ACLGraphWrapper", "GraphParams", "update_full_graph_params")
 READ = (
     "CUDAGraphOptions",
     "_acl_graph_wrappers",
-    "_draft_graph_params",
-    "_draft_graph_prefill_params",
-    "_graph_params",
     "compilation_counter",
     "current_platform",
     "envs",
@@ -37,8 +39,29 @@ READ = (
     "logger",
     "validate_cudagraph_capturing_enabled",
 )
+GETTERS = ("get_graph_params", "get_draft_graph_params", "get_draft_graph_prefill_params")
+ARGUMENTS = {
+    (MODULE, "ACLGraphWrapper.__init__"): (
+        "runnable",
+        "vllm_config",
+        "runtime_mode",
+        "cudagraph_options",
+        "use_eagle",
+        "enable_enpu",
+    ),
+    (MODULE, "update_full_graph_params"): (
+        "attn_backend",
+        "update_stream",
+        "forward_context",
+        "num_tokens",
+    ),
+}
+FIELDS = ("events", "workspaces", "handles", "attn_params")
+"""Of `GraphParams`."""
 
 SWITCH = "GRAPHRT_VLLM_ASCEND"
+
+_OLDEST_TEXT = ".".join(map(str, OLDEST))
 
 _installed: dict[str, tuple[Any, Any]] = {}
 
@@ -53,13 +76,15 @@ def install() -> None:
         return
     version = _version()
     module = importlib.import_module(MODULE)
-    missing = [name for name in (*REPLACED, *READ) if not hasattr(module, name)]
-    if missing:
+    names = {MODULE: (*REPLACED, *READ, *GETTERS)}
+    missing = [*missing_names(names), *missing_arguments(ARGUMENTS)]
+    fields = tuple(inspect.signature(module.GraphParams).parameters) if not missing else FIELDS
+    if missing or fields != FIELDS:
         raise UnsupportedHostError(
-            f"vllm-ascend {version} lacks names that graphrt reads",
-            got=", ".join(missing),
-            expected=f"vllm-ascend {', '.join(KNOWN)}",
-            advice="install one of these, or leave graphrt out",
+            f"vllm-ascend {version} is not as graphrt knows it",
+            got=", ".join(f"no {each}" for each in missing) or f"GraphParams{fields}",
+            expected=f"the names of vllm-ascend {_OLDEST_TEXT}, and GraphParams{FIELDS}",
+            advice="install an older one, or leave graphrt out",
         )
     if not has_value_wait():
         # vllm-ascend's own graphs lack that wait too: see `Groups` in graphrt/ascend/update.
@@ -68,7 +93,7 @@ def install() -> None:
             expected="a CANN with aclrtValueWait",
             advice="install a newer CANN",
         )
-    begun = [name for name in READ if name.endswith("_params") and getattr(module, name)]
+    begun = [name for name in GETTERS if getattr(module, name)() is not None]
     if begun or len(module._acl_graph_wrappers):
         raise UnsupportedHostError(
             "the engine has wrapped a model already, or begun to capture",
@@ -121,14 +146,15 @@ def _version() -> str:
     except importlib.metadata.PackageNotFoundError as error:
         raise UnsupportedHostError(
             "vllm-ascend is not installed",
-            expected=f"vllm-ascend {', '.join(KNOWN)}",
+            expected=f"vllm-ascend {_OLDEST_TEXT} or newer",
             advice="pip install vllm-ascend",
         ) from error
-    if not any(version == known or version.startswith(f"{known}.") for known in KNOWN):
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers is None or tuple(map(int, numbers.groups())) < OLDEST:
         raise UnsupportedHostError(
             "graphrt does not know this version of vllm-ascend",
             got=version,
-            expected=", ".join(KNOWN),
+            expected=f"{_OLDEST_TEXT} or newer",
             advice="install one of these, or leave graphrt out",
         )
     return version

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextvars import ContextVar
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -131,6 +132,28 @@ class Sites:
                 advice="append the event to GraphParams.events before the other two",
             )
         return self._open
+
+
+class ExternalWaits:
+    """Counts the waits for external events that this thread captures."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __enter__(self) -> ExternalWaits:
+        events: Any = torch.npu.ExternalEvent  # type: ignore[attr-defined]
+        self._wait, thread = events.wait, get_ident()
+
+        def wait(event: Any, stream: Any = None) -> None:
+            self.count += get_ident() == thread
+            self._wait(event, stream)
+
+        events.wait = wait
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        events: Any = torch.npu.ExternalEvent  # type: ignore[attr-defined]
+        events.wait = self._wait
 
 
 class HostUpdate:

@@ -16,7 +16,8 @@ def updated_by(engine: Engine, update_full_graph_params: Callable[..., Any]) -> 
     It may be called after the wrapper or (for devices that need it so) before it. The host's own
     code updates the sites, on a stream of graphrt's in place of its `update_stream`: it follows the
     graph's last replay on the device, so the host waits for nothing. Raises what that code raises,
-    and `TaskContractError` where it leaves sites out; the device comes to its end in either case.
+    `TaskContractError` where it leaves sites out, and `MissingUpdateError` where a launched graph
+    waits for another `GraphParams` than this call updates; the device comes to its end in any case.
     """
 
     @functools.wraps(update_full_graph_params)
@@ -39,6 +40,8 @@ def updated_by(engine: Engine, update_full_graph_params: Callable[..., Any]) -> 
             for wrapper in wrappers:
                 if wrapper.update_by(forward_context, update, if_launched=if_launched):
                     return
+        for wrapper in wrappers:
+            wrapper.refuse_if_waiting(forward_context)
         # A graph without sites, or one that graphrt did not capture.
         update(update_stream)
 

@@ -9,9 +9,9 @@ from typing import Any, ClassVar, cast
 import torch
 
 from graphrt.ascend import AscendPlatform
-from graphrt.ascend.waiting import DeferrableEntry
+from graphrt.ascend.waiting import DeferrableEntry, WaitingStep
 from graphrt.core.base import tree
-from graphrt.core.base.errors import GraphRTError, InvalidModeError
+from graphrt.core.base.errors import GraphRTError, InvalidModeError, TaskContractError
 from graphrt.core.batch.context import ForwardContext
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
@@ -23,7 +23,7 @@ from graphrt.core.replay.recording import current_capture
 from graphrt.core.replay.tasks import DEFERRED
 from graphrt.hosts.vllm_ascend.engine import Engine
 from graphrt.hosts.vllm_ascend.entries import ACLGraphEntry, Entries
-from graphrt.hosts.vllm_ascend.sites import HostUpdate, Site, under_way
+from graphrt.hosts.vllm_ascend.sites import ExternalWaits, HostUpdate, Site, under_way
 
 # By the engine's pool: wrappers of one model share memory, as they never run at the same time.
 _pools: weakref.WeakValueDictionary[Any, GraphPool] = weakref.WeakValueDictionary()
@@ -98,6 +98,8 @@ class ACLGraphWrapper:
         host = self.engine.forward_context()
         # By !=, as the engine compares modes: its tests use stand-ins for them.
         if host.cudagraph_runtime_mode != self.runtime_mode:
+            if self._graphs is not None and self._graphs.pool.owner is not None:
+                self._refuse_waiting()
             return self.runnable(*args, **kwargs)
         key = host.batch_descriptor
         descriptor = self._descriptors.get(key)
@@ -195,6 +197,22 @@ class ACLGraphWrapper:
             self._ahead = segment, host
         return True
 
+    def refuse_if_waiting(self, host: Any) -> None:
+        """End the launched graph of the engine's context `host`, which no update has reached, and
+        raise `MissingUpdateError` with its key; nothing if none waits."""
+        entry = self._entry_of(host)
+        waiting = None if entry is None else entry.waiting
+        if self._graphs is not None and waiting is not None and waiting is self._graphs.pool.owner:
+            self._refuse_waiting()
+
+    def _refuse_waiting(self) -> None:
+        """End a launched graph of the pool that waits for its update, and raise
+        `MissingUpdateError`: work behind it would wait for ever."""
+        assert self._graphs is not None
+        pool = self._graphs.pool
+        if isinstance(pool.owner, WaitingStep):
+            raise pool.busy_error(None)
+
     def _entry_of(self, host: Any) -> DeferrableEntry | None:
         """The graph of the engine's context `host`."""
         descriptor = self._descriptors.get(getattr(host, "batch_descriptor", None))
@@ -228,9 +246,22 @@ class ACLGraphWrapper:
         return self._graphs
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        output = self.runnable(*args, **kwargs)
         capture = current_capture()
-        if capture is not None and self.aclgraph_options.weak_ref_output:
+        if capture is None:
+            return self.runnable(*args, **kwargs)
+        with ExternalWaits() as waits:
+            output = self.runnable(*args, **kwargs)
+        noted = capture.task_count
+        if waits.count > noted:
+            raise TaskContractError(
+                "a captured graph waits for updates that graphrt does not see, so it would never "
+                "end",
+                got=f"{waits.count} waits in the graph of {self._context}, {noted} of them in "
+                "GraphParams",
+                expected="each event of an attention call in vllm-ascend's GraphParams",
+                advice="uninstall() graphrt, or a vllm-ascend whose attention fills GraphParams",
+            )
+        if self.aclgraph_options.weak_ref_output:
             # No other graph reads the output, so graphs captured later may use its memory.
             output = tree.map_leaves(capture.captured_ref, output)
         return output

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from graphrt._version import __version__
+from graphrt.core.base.files import write_whole
 from graphrt.core.base.texts import counted, seconds_text, size_text
 from graphrt.core.runner.report import RunnerReport
 from graphrt.observe.files import Run, runs_of
@@ -27,7 +27,7 @@ from graphrt.observe.pages.parts import (
     tiles,
     time_line,
 )
-from graphrt.observe.pages.style import SCRIPT, STYLE
+from graphrt.observe.pages.style import POLICY, SCRIPT, STYLE
 
 _MOST_ROWS = 24
 """Rows of a chart; more sizes are put together."""
@@ -52,6 +52,7 @@ def page(
     heading = f"{title}: {' and '.join(named)}"
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escaped(heading)}</title><style>{STYLE}</style></head><body>"
         '<a class="skip" href="#main">Skip to the findings</a>'
@@ -67,8 +68,9 @@ def write_page(
     *reports: RunnerReport | Mapping[str, Any] | str | os.PathLike[str],
     title: str = "graphrt run",
 ) -> None:
-    """Write `page(*reports)` to a file, which needs no other file."""
-    Path(path).write_text(page(*reports, title=title), encoding="utf-8")
+    """Write `page(*reports)` to a file, which needs no other file. Raises `InvalidOptionError` if
+    it cannot be written, or is a link."""
+    write_whole(path, page(*reports, title=title), what="the page")
 
 
 def _mode_and_device(figures: Figures) -> str:
@@ -160,7 +162,7 @@ def _graphs(run: Run) -> str:
                 _padding_cell(graph),
                 Cell(seconds_text(seconds), seconds, "n", bar=[("live", seconds / most_s, "")]),
                 Cell(size_text(size), size, "n", bar=[("live", size / most_bytes, "")]),
-                Cell(graph["trial"], None, f"badge {graph['trial']}", graph["failure"] or ""),
+                Cell(graph["trial"], None, _badge(graph["trial"]), graph["failure"] or ""),
             ]
         )
     heads = [
@@ -168,6 +170,11 @@ def _graphs(run: Run) -> str:
         ("Trial", ""),
     ]  # fmt: skip
     return table("Graphs", heads, rows, sortable=True)
+
+
+def _badge(trial: str) -> str:
+    """The classes of a trial's status, of which two have a colour."""
+    return f"badge {trial}" if trial in ("tried", "quarantined") else "badge"
 
 
 def _eager_of(graph: Figures) -> int:

@@ -5,7 +5,10 @@ Nothing that a user defined is run: no `__getattr__`, property, `__eq__`, `__has
 
 from __future__ import annotations
 
+import array
+import ctypes
 import functools
+import io
 import operator
 import sys
 import weakref
@@ -366,6 +369,44 @@ def _refill(container: Any, base: Any, items: list[Any]) -> None:
             base.__setitem__(container, key, value)
 
 
+CData: Any = ctypes.c_int.__mro__[2]
+"""The base class of all objects of `ctypes`."""
+_STREAMS: tuple[Any, ...] = (io.StringIO, io.BytesIO)
+
+
+def size_of(buffer: Any) -> int:
+    """How many characters, or bytes, a buffer has."""
+    if issubclass(type(buffer), CData):
+        return ctypes.sizeof(buffer)
+    contents = _contents(buffer)
+    return len(contents[0]) if type(contents) is tuple else len(contents)
+
+
+def _contents(buffer: Any, key: None = None) -> Any:
+    """The bytes of a buffer; of a stream its text or bytes, and where it is read next."""
+    if issubclass(type(buffer), CData):
+        return ctypes.string_at(ctypes.addressof(buffer), ctypes.sizeof(buffer))
+    for base in _STREAMS:
+        if issubclass(type(buffer), base):
+            # Its attributes come last.
+            return b"" if base.closed.__get__(buffer) else base.__getstate__(buffer)[:-1]
+    return bytes(buffer) if type(buffer) is bytearray else buffer.tobytes()
+
+
+def _set_contents(buffer: Any, key: None, value: Any) -> None:
+    if issubclass(type(buffer), CData):
+        if len(value) == ctypes.sizeof(buffer):
+            ctypes.memmove(ctypes.addressof(buffer), value, len(value))
+    elif type(value) is tuple:
+        base = _STREAMS[0] if issubclass(type(buffer), _STREAMS[0]) else _STREAMS[1]
+        base.__setstate__(buffer, (*value, None))
+    elif type(buffer) is bytearray:
+        buffer[:] = value
+    elif type(buffer) is array.array:
+        del buffer[:]
+        buffer.frombytes(value)
+
+
 FIXED = Way(lambda holder, key: holder)
 """The holder itself: nothing but another forward would put something else there."""
 ITEM = Way(_item, _set_item)
@@ -406,5 +447,7 @@ ARRAY = Way(
     anew=True,
 )
 """The elements of an array of NumPy's."""
+BUFFER = Way(_contents, _set_contents, anew=True)
+"""The contents of a buffer: `bytearray`, `array.array`, `io.StringIO`, objects of `ctypes`."""
 _LOOKED_AT_IN_C = (ITEM, DEFAULT, CELL, ATTRIBUTES)
 """Ways of slots that `NativeGlances` reads itself."""

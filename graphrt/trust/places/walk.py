@@ -14,12 +14,14 @@ alone decides how an object is read (`Shape`), so no code of a user runs.
 
 from __future__ import annotations
 
-import argparse
+import array
 import collections
 import contextvars
 import enum
 import functools
 import gc
+import io
+import os
 import random
 import sys
 import threading
@@ -34,6 +36,7 @@ import torch
 
 from graphrt.core.base import tree
 from graphrt.trust.places import slots
+from graphrt.trust.places.libraries import is_library, is_library_class, is_machinery
 from graphrt.trust.places.slots import FIXED, Place, bases_of, name_of, namespace_of
 
 # Types -------------------------------------------------------------------------------------------
@@ -42,10 +45,11 @@ from graphrt.trust.places.slots import FIXED, Place, bases_of, name_of, namespac
 Kind = enum.Enum(
     "Kind",
     "PLAIN TENSOR MODULE OBJECT CONTAINER FUNCTION BOUND PARTIAL CLASS DESCRIPTOR PROXY REFERENCE "
-    "CACHED WRAPPER PACKED ARRAY SKIPPED",
+    "CACHED WRAPPER PACKED ARRAY MEMORY SKIPPED",
 )
-"""How a walk treats an object. It lists PLAIN values, NumPy's ARRAYs and torch's PACKED C++
-objects, enters no SKIPPED object, and reads the slots of all others by a method of `_READERS`."""
+"""How a walk treats an object. It lists PLAIN values, NumPy's ARRAYs, torch's PACKED C++ objects
+and the contents of MEMORY, enters no SKIPPED object, and reads the slots of all others by a method
+of `_READERS`."""
 
 
 class Shape(NamedTuple):
@@ -85,6 +89,7 @@ _KIND_OF_TYPE: dict[type, Kind] = {
     functools.cached_property: Kind.DESCRIPTOR,
     # In C++: such as quantized weights, packed for their operators.
     torch.ScriptObject: Kind.PACKED,
+    **dict.fromkeys((bytearray, array.array), Kind.MEMORY),
 }
 # Returns the `__dict__` that a `threading.local` has in this thread.
 _local_dict = threading.local.__getattribute__
@@ -106,34 +111,8 @@ _KIND_OF_BASE: tuple[tuple[type, Kind], ...] = (
     (property, Kind.DESCRIPTOR),
     *((base, Kind.CONTAINER) for base in _CONTAINERS),
     *((base, Kind.PLAIN) for base in (int, float, complex, str, bytes)),
+    *((base, Kind.MEMORY) for base in (io.StringIO, io.BytesIO, slots.CData)),
 )
-_HOLDERS: frozenset[type] = frozenset({
-    types.SimpleNamespace, argparse.Namespace, functools.partialmethod,
-    collections.UserDict, collections.UserList, collections.ChainMap,
-    weakref.WeakValueDictionary, weakref.WeakKeyDictionary, weakref.WeakSet,
-})  # fmt: skip
-"""Types of the standard library whose objects hold what a user put in."""
-
-_LIBRARIES = sys.stdlib_module_names | {
-    "builtins", "torch", "torch_npu", "torchvision", "torchaudio", "numpy", "triton", "cuda",
-    "pluggy", "typing_extensions", "pytest", "_pytest",
-}  # fmt: skip
-_WITH_MODELS = ("demo", "testing", "attention", "hosts.transformers", "hosts.vllm")
-"""Parts of graphrt that hold models; the others are the runtime, and no user's forward."""
-_WITHOUT_MODELS = tuple(f"hosts.transformers.{name}" for name in ("seam", "graphs", "encoders"))
-"""Modules of these parts that are runtime all the same. Otherwise a walk goes from a model through
-its graphs to the KV cache of the sequence under way. The next sequence has another cache, which
-would count as a moved tensor."""
-
-
-@functools.lru_cache(maxsize=4096)
-def is_library(module: str) -> bool:
-    """Whether a module of this dotted name holds no code of a user."""
-    root, _, rest = module.partition(".")
-    if root == "graphrt":
-        return rest in _WITHOUT_MODELS or not rest.startswith(_WITH_MODELS)
-    return root in _LIBRARIES
-
 
 # Shapes of types of libraries, for all walks. A user's class in this dict would never be freed, nor
 # would the tensors that it holds.
@@ -162,7 +141,7 @@ def shape_of(of: type) -> Shape:
     shape = _library_shapes.get(of)
     if shape is None:
         shape, module = _new_shape(of), slots.module_of(of)
-        home = sys.modules.get(module) if is_library(module) else None
+        home = sys.modules.get(module) if is_library_class(of) else None
         if isinstance(home, types.ModuleType) and slots.module_globals(home).get(name_of(of)) is of:
             _library_shapes[of] = shape
     return shape
@@ -175,18 +154,22 @@ def _new_shape(of: type) -> Shape:
     dict_of, members, users = None, [], []
     for parent in bases_of(of):
         namespace = namespace_of(parent)
-        dict_attribute, module = namespace.get("__dict__"), namespace.get("__module__")
+        dict_attribute = namespace.get("__dict__")
         # A user's property named `__dict__` is not run.
         if dict_of is None and type(dict_attribute) in _C_DESCRIPTORS and parent is not type:
             dict_of = dict_attribute.__get__
         if "__slots__" in namespace:
             members += [each for each in namespace.items() if type(each[1]) is _C_DESCRIPTORS[0]]
-        if type(module) is str and not is_library(module):
+        if not is_library_class(parent):
             users.append(parent)
+    draws = _is_generator(of)
+    if draws and not users:
+        # Its state is saved as one; attributes such as `gauss_next` are part of it.
+        return Shape(Kind.SKIPPED, draws=True)
     if kind is None:
-        kind = _kind_of_object(of, users, bool(dict_of or members))
+        base, kind = _kind_of_object(of, users, bool(dict_of or members))
     defaults = () if dict_of is None else _defaults(users)
-    return Shape(kind, base, dict_of, tuple(members), tuple(users), _is_generator(of), defaults)
+    return Shape(kind, base, dict_of, tuple(members), tuple(users), draws, defaults)
 
 
 def _kind_of_base(of: type) -> tuple[type | None, Kind | None]:
@@ -208,19 +191,17 @@ def _defaults(users: list[type]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _kind_of_object(of: type, users: list[type], has_attributes: bool) -> Kind:
+def _kind_of_object(of: type, users: list[type], has_attributes: bool) -> tuple[type | None, Kind]:
+    """The kind of objects whose type has no base class of `_KIND_OF_BASE`; of a wrapper also the
+    class of graphrt that says what it wraps."""
     for base in bases_of(of):
-        # A wrapper of graphrt, unless a user's subclass has its own `unwrap`.
-        if "unwrap" in namespace_of(base):
-            if base not in users and slots.module_of(base).partition(".")[0] == "graphrt":
-                return Kind.WRAPPER
-            break
+        is_graphrts = slots.module_of(base).partition(".")[0] == "graphrt"
+        if is_graphrts and base not in users and "unwrap" in namespace_of(base):
+            return base, Kind.WRAPPER
     if is_array(of):
-        return Kind.ARRAY
-    # Of torch only objects of `torch.nn`, such as attention masks, are entered: streams, graphs and
-    # objects of the compiler are no state of a model.
-    may_be_state = of in users or slots.module_of(of).startswith("torch.nn.")
-    return Kind.OBJECT if of in _HOLDERS or (may_be_state and has_attributes) else Kind.SKIPPED
+        return None, Kind.ARRAY
+    may_be_state = has_attributes and (of in users or not is_machinery(slots.module_of(of)))
+    return None, Kind.OBJECT if may_be_state else Kind.SKIPPED
 
 
 def _is_generator(of: type) -> bool:
@@ -239,7 +220,8 @@ def is_array(kind: type) -> bool:
 def hashes_plainly(key: object) -> bool:
     """Whether a dict can look `key` up without running a user's `__hash__` or `__eq__`."""
     of = type(key)
-    if _KIND_OF_TYPE.get(of) is Kind.PLAIN:
+    # A tensor's hash is its identity, so that no two are compared: optimizers have such keys.
+    if _KIND_OF_TYPE.get(of) is Kind.PLAIN or of in tree.BARE:
         return True
     if of is tuple:
         return all(map(hashes_plainly, key))  # type: ignore[call-overload]
@@ -269,7 +251,7 @@ INNER = ("_parameters", "_buffers", "_modules", "_forward_pre_hooks", "_forward_
 _MODULE_ATTRIBUTES = frozenset(vars(torch.nn.Module())) - {"training"}
 
 _default_torch_function: Any = torch.Tensor.__torch_function__
-_SHOWN_KEYS = {str, int}
+_SHOWN_KEYS = {str, int, bytes}
 """Types of keys that paths show; of other keys they show the type."""
 _LEAVES = (Kind.ARRAY, Kind.PACKED)
 """Kinds that are listed and have no slots to read."""
@@ -284,6 +266,12 @@ _FUNCTION = vars(types.FunctionType)
 _ONLY_IF_NAMED = frozenset(("__init__", "__new__", "__repr__", "__del__", "__post_init__"))
 """Special methods that are read only if some code names them; other special methods always are, as
 Python runs them unnamed."""
+
+_ENVIRONMENT = frozenset(("environ", "environb", "getenv", "getenvb"))
+"""Names by which code reads environment variables."""
+_LOOK_UP = frozenset(("globals", "modules", "import_module", "__import__"))
+"""Names by which code looks up modules and globals by texts. Not `getattr`: libraries ask by it for
+much that no forward reads."""
 
 _ROOT_NAMES = {Kind.MODULE: "model", Kind.PARTIAL: "partial"}
 """With which name paths begin; for other kinds it is `self`, or a function's own name."""
@@ -382,8 +370,8 @@ def places_of(forward: Any, *, limit: int = 20_000) -> Places:
     """
     walk = Walk(limit)
     shapes = walk.places.shapes
-    while shapes[type(forward)].kind is Kind.WRAPPER:
-        forward = forward.unwrap()
+    while (shape := shapes[type(forward)]).kind is Kind.WRAPPER and not shape.users:
+        forward = shape.base.unwrap(forward)
     root = forward
     while shapes[type(root)].kind is Kind.BOUND:
         root = root.__self__
@@ -446,6 +434,8 @@ class Walk:
             kind, base = shape.kind, shape.base
             if shape.draws:
                 places.generators.append(value)
+                # Another one in its place draws other numbers.
+                places.slots += [(place, value)] if kind is Kind.SKIPPED else []
             if kind is Kind.PLAIN or (base in (tuple, frozenset) and _is_plain(value, base)):
                 places.numbers.append(place)
             elif kind in _MAY_BE_SKIPPED and _is_skipped(kind, value):
@@ -563,18 +553,35 @@ class Walk:
         slot = Place(place, label, way, value)
         return [(slot, slot.get())]
 
+    def _memory(self, value: Any, place: Place, shape: Shape) -> Slots:
+        """The contents of a buffer, and its attributes."""
+        size = slots.size_of(value)
+        if size <= _MOST_PLAIN:
+            self.places.numbers.append(Place(place, " (contents)", slots.BUFFER, value))
+        return self._attributes(value, place, shape)
+
+    def _proxied(self, value: Any, place: Place, shape: Shape) -> Slots:
+        """The dict behind a mapping proxy, whose own methods would run those of a user's
+        mapping."""
+        return _fixed(place, gc.get_referents(value))
+
     def _unwrapped(self, value: Any, place: Place, shape: Shape) -> Slots:
-        """What a wrapper of graphrt wraps; or the dict behind a mapping proxy, whose own methods
-        would run those of a user's mapping."""
-        inner = [value.unwrap()] if shape.kind is Kind.WRAPPER else gc.get_referents(value)
-        return _fixed(place, inner)
+        """What a runner or wrapper of graphrt runs inside of a graph; and what a user's subclass of
+        it adds. The rest of it changes at each of its own steps."""
+        inner = _fixed(place, [shape.base.unwrap(value)])
+        if not shape.users:
+            return inner
+        names = _names_of(shape.base)
+        return inner + [
+            each for each in self._attributes(value, place, shape) if each[0].key not in names
+        ]
 
     # Code ----------------------------------------------------------------------------------------
 
     def _function(self, value: Any, place: Place, shape: Shape) -> Slots:
         """A function's closure and attributes; of a user's also defaults and the globals used."""
         separator, code = "" if place.owner is None else ", ", value.__code__
-        library = is_library(str(value.__globals__.get("__name__")))
+        library = is_library(str(value.__globals__.get("__name__")), value.__globals__)
         variables: Slots = []
         for name, cell in zip(code.co_freevars, value.__closure__ or (), strict=False):
             slot = Place(place, f"{separator}closure {name}", slots.CELL, cell)
@@ -604,6 +611,8 @@ class Walk:
         names = _names_in(code)
         self._read_waiting(names)
         self._globals(place, value.__globals__, names)
+        if not names.isdisjoint(_ENVIRONMENT):
+            self.take([(Place(place, "os.environ", FIXED, os.environ), os.environ)])
         return []
 
     def _read_waiting(self, names: set[str]) -> None:
@@ -630,12 +639,12 @@ class Walk:
             if self._take_named(slot, value):
                 self._looked_up.add(key)
         for name in sorted(names):
-            # A module may also be imported in the function itself.
-            module_named = held.get(name, sys.modules.get(name))
+            module_named = _module_named(name, held)
             if issubclass(type(module_named), types.ModuleType):
                 inner = slots.module_globals(module_named)
                 all_names = (id(inner), frozenset(names))
-                if not is_library(str(inner.get("__name__"))) and all_names not in self._looked_up:
+                library = is_library(str(inner.get("__name__")), inner)
+                if not library and all_names not in self._looked_up:
                     self._looked_up.add(all_names)
                     self._globals(owner, inner, names)
 
@@ -703,7 +712,7 @@ def _fixed(place: Place, values: Iterable[Any], label: str = "") -> Slots:
 def _is_skipped(kind: Kind, value: Any) -> bool:
     """Whether an object of such a kind is not entered: a library's class, a function in C."""
     if kind is Kind.CLASS:
-        return is_library(slots.module_of(value))
+        return is_library_class(value)
     if kind is Kind.BOUND:
         return value.__self__ is None or type(value.__self__) is types.ModuleType
     return True
@@ -728,19 +737,40 @@ def _looks_plain(value: Any, base: Any) -> bool:
 
 
 def _names_in(code: types.CodeType) -> set[str]:
-    """The names in code, and in functions and lambdas within it."""
+    """The names in code, and in functions and lambdas within it. Where it looks modules or globals
+    up (`sys.modules["settings"]`), its texts may be names."""
     names = {*code.co_names}
+    looks_up = not names.isdisjoint(_LOOK_UP)
     for constant in code.co_consts:
         if type(constant) is types.CodeType:
             names |= _names_in(constant)
+        elif looks_up and type(constant) is str:
+            names.add(constant)
     return names
+
+
+def _module_named(name: str, held: dict[str, Any]) -> Any:
+    """What a name in a function of a module with the globals `held` may stand for: one of these,
+    or a module that the function imports itself, absolutely or from its own package."""
+    if name in held:
+        return held[name]
+    return sys.modules.get(name) or sys.modules.get(f"{held.get('__package__')}.{name}")
+
+
+@functools.cache
+def _names_of(of: type) -> frozenset[str]:
+    """The names that methods of a class of graphrt spell, its attributes among them."""
+    functions = [f for base in bases_of(of) for f in namespace_of(base).values()]
+    return frozenset().union(*(_names_in(f.__code__) for f in functions if hasattr(f, "__code__")))
 
 
 _READERS: dict[Kind, Callable[[Walk, Any, Place, Shape], Slots]] = {
     **dict.fromkeys((Kind.OBJECT, Kind.MODULE, Kind.TENSOR), Walk._attributes),
     Kind.CONTAINER: Walk._contents,
     Kind.REFERENCE: Walk._referent,
-    **dict.fromkeys((Kind.WRAPPER, Kind.PROXY), Walk._unwrapped),
+    Kind.WRAPPER: Walk._unwrapped,
+    Kind.PROXY: Walk._proxied,
+    Kind.MEMORY: Walk._memory,
     Kind.FUNCTION: Walk._function,
     Kind.BOUND: Walk._bound,
     Kind.PARTIAL: Walk._partial,

@@ -135,6 +135,8 @@ class Watch(ThreadMode):
         self.inputs_written: dict[int, Use] = {}
         # Whether the run has called code compiled by Inductor, whose reads no operator shows.
         self.saw_compiled_code = False
+        # Of the generators that operators were given, torch's address -> the generator.
+        self.drawn: dict[int, torch.Generator] = {}
         # The first operator that differs from `follows`; None if none has so far.
         self._first_deviation: Op | None = None
         self._inputs = inputs
@@ -148,12 +150,19 @@ class Watch(ThreadMode):
         # None where uses are not noted.
         self._memory: dict[int, OwnMemory | None] = {}
 
+    def _note_drawn(self, arguments: Iterable[Any]) -> None:
+        for given in arguments:
+            if isinstance(given, torch.Generator):
+                self.drawn[given._cdata] = given  # type: ignore[attr-defined]
+                if self._generators is not None:
+                    self._generators.note(given)
+
     def handle(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         facts, is_data = facts_of(func), func is LIFT_FRESH
         source = user_source() if is_data or self._keeps_sources else None
         op = Op(func, (), source, in_eager_part.get() is not None)
-        if facts.may_draw and self._generators is not None:
-            self._generators.note_given((*args, *kwargs.values()))
+        if facts.may_draw:
+            self._note_drawn((*args, *kwargs.values()))
         targets = [*written(facts, args, kwargs)] if facts.writes else []
         if targets:
             self._before_writes(op, facts, args, targets)
@@ -504,6 +513,9 @@ def _described(values: Iterable[Any], tensors: Mapping[int, Operand]) -> tuple[o
             described.append(_described(value, tensors))
         else:
             # As text: NaN is not equal to itself, and 0.0 is equal to -0.0.
+            # Each call gets a generator in another Python object.
+            if isinstance(value, torch.Generator):
+                value = f"generator {value._cdata:#x}"  # type: ignore[attr-defined]
             described.append(value if type(value) in _PLAIN else repr(value))
     return tuple(described)
 

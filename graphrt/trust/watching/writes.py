@@ -32,15 +32,19 @@ def storage_of(ref: StorageWeakRef) -> torch.UntypedStorage | None:
     return torch_names.storage_of_weak(ref.cdata)
 
 
-class _Region:
+class Region:
     """A copy of what one operator was about to write: a tensor, or rows of it.
 
     It does not keep the memory alive. Memory that compiled code allocates looks like state, as no
     operator has made it; but it is gone when the run is over, and is left out from then on.
     """
 
-    def __init__(self, tensor: torch.Tensor, rows: Rows, use: object) -> None:
+    def __init__(
+        self, tensor: torch.Tensor, rows: Rows, use: object, source: tuple[int, ...] = ()
+    ) -> None:
         self.rows = rows
+        self.source = source
+        """The addresses of the integer tensors that the operator was given."""
         self.use = use
         """Which memory it is: a `Use`, or a description."""
         # While there is the weak reference, no other storage gets this one's key.
@@ -48,19 +52,19 @@ class _Region:
         # An empty tensor of its dtype and device, and where it is in the storage: from these `_now`
         # makes the tensor again.
         self._like = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        self._place = tensor.storage_offset(), tensor.size(), tensor.stride()
+        self.place = tensor.storage_offset(), tensor.size(), tensor.stride()
         self.was = self.read()
 
     def read(self) -> torch.Tensor:
         """A copy of the contents now; an empty tensor once the memory is gone."""
-        now = self._now()
+        now = self.tensor()
         if now is None:
             return self._like.clone()
         return now[self.rows.at] if self.rows.at else now.clone()
 
     def write(self, value: torch.Tensor) -> None:
         """Write a value that `read` returned, unless the memory is gone or was gone then."""
-        now = self._now()
+        now = self.tensor()
         if now is not None and value.numel():
             now[self.rows.at] = value
 
@@ -85,10 +89,53 @@ class _Region:
                     padding = padding | beyond.view(-1, *[1] * (index.dim() - 1))
         return *[slice(None)] * self.rows.dim, ~padding
 
-    def _now(self) -> torch.Tensor | None:
+    def addressed_by_padding(self) -> Rows | None:
+        """After a run of padding alone: the rows that it wrote whatever the position in the batch;
+        None if there are none. An index gives them several times. Of memory that was written
+        without an index it is the only row that changed, and the only slot of that page."""
+        if self.rows.chosen:
+            linear, dims = torch.zeros((), dtype=torch.int64, device=self.was.device), []
+            for dim, index in self._indexed(self.rows):
+                size = self.place[1][dim]
+                # Negative ones count from the end, as in `index_put_`.
+                linear = linear * size + index.to(linear.device) % size
+                dims.append((dim, size))
+            numbers, counts = torch.unique(linear, return_counts=True)
+            numbers, at = numbers[counts > 1], [*self.rows.at]
+            for dim, size in reversed(dims):
+                at[dim], numbers = numbers % size, numbers // size
+            return Rows(tuple(at)) if len(numbers) else None
+        now = self.read()
+        if self.rows.at or not now.dim() or now.shape != self.was.shape or not now.numel():
+            return None
+        changed = (tree.octets(now) != tree.octets(self.was)).view(*now.shape, -1).any(-1)
+        first = _dim_of_rows(now)
+        places: list[slice | torch.Tensor] = [slice(None)] * first
+        for dim in range(first, min(first + 2, now.dim())):
+            others = [each for each in range(now.dim()) if each != dim]
+            rows = (changed.any(others) if others else changed).nonzero().flatten()
+            if len(rows) != 1 or now.shape[dim] == 1:
+                break
+            places.append(rows)
+        return Rows(tuple(places)) if len(places) > first else None
+
+    def numbers_of(self, rows: Rows) -> list[tuple[int, list[int]]]:
+        """(size of the dimension, row numbers) of each index tensor of `rows`."""
+        return [(self.place[1][dim], index.tolist()) for dim, index in self._indexed(rows)]
+
+    @staticmethod
+    def _indexed(rows: Rows) -> list[tuple[int, torch.Tensor]]:
+        return [(d, each) for d, each in enumerate(rows.at) if isinstance(each, torch.Tensor)]
+
+    @property
+    def key(self) -> int:
+        """The key of the storage."""
+        return int(self._ref.cdata)
+
+    def tensor(self) -> torch.Tensor | None:
         """The tensor over its memory; None once that is gone."""
         storage = storage_of(self._ref)
-        return None if storage is None else torch.empty_like(self._like).set_(storage, *self._place)
+        return None if storage is None else torch.empty_like(self._like).set_(storage, *self.place)
 
 
 class SavedWrites:
@@ -108,10 +155,12 @@ class SavedWrites:
         self._sums = sums
         self.limit = limit_bytes
         # The copies, in the order of the writes.
-        self._regions: list[_Region] = []
+        self.regions: list[Region] = []
         # which tensor (storage, offset, dtype, shape, strides) -> the indices of its rows that are
         # saved already: every run of a forward writes the same ones.
         self._saved: dict[tuple[object, ...], list[Index]] = {}
+        self.protected_rows: list[Region] = []
+        """Of each tensor that was too large, the only row that `check_protected` found written."""
         # A `protection_check` of each tensor that was too large.
         self._protected: list[Callable[[Sequence[int]], str]] = []
 
@@ -126,41 +175,52 @@ class SavedWrites:
         rows_of = facts.rows if facts.rows and tensor is args[0] else None
         if rows_of is not None:
             self.row_writes.add((key, facts.name))
-        unseen(lambda: self._save(tensor.detach(), rows_of and rows_of(args), use, saved))
+        source = tuple(
+            each.data_ptr()
+            for each in tree.tensors(args)
+            if not each.is_floating_point() and each.layout is torch.strided
+        )
+        unseen(lambda: self._save(tensor.detach(), rows_of and rows_of(args), use, saved, source))
 
     def _save(
-        self, tensor: torch.Tensor, rows: Rows | None, use: object, saved: list[Index]
+        self,
+        tensor: torch.Tensor,
+        rows: Rows | None,
+        use: object,
+        saved: list[Index],
+        source: tuple[int, ...],
     ) -> None:
         """Copy `rows` of a tensor, None for all, unless they are among those `saved`."""
         if rows is not None and any(_same_rows(rows.at, each) for each in saved):
             return
         if rows is None and self.bytes + tensor.nbytes > self.limit:
             if self._sums:
-                self._protected.append(protection_check(tensor, str(use)))
+                note = partial(self._note_protected, tensor, use, source)
+                self._protected.append(protection_check(tensor, str(use), note))
                 saved.append(WHOLE.at)
             return
-        region = _Region(tensor, rows or WHOLE, use)
+        region = Region(tensor, rows or WHOLE, use, source)
         self.bytes += region.was.nbytes
         if self.bytes > self.limit:
             got = f"{self.bytes} bytes, the last of them {use}"
             raise too_large("the state that the forward writes", got, self.limit)
-        self._regions.append(region)
+        self.regions.append(region)
         # After the copy: where there was no memory for it, the next run has to save these rows.
         saved.append(region.rows.at)
 
     def take(self) -> list[torch.Tensor]:
         """Copies of the contents now, of everything that is saved."""
-        regions = self._regions
+        regions = self.regions
         return unseen(lambda: [region.read() for region in regions]) if regions else []
 
     def restore(self, values: Sequence[torch.Tensor] | None = None) -> None:
         """Put everything back as it was, the last write first; or put back what `take` returned:
         then what was saved later is left alone. May be called again."""
-        if not self._regions:
+        if not self.regions:
             return
-        pairs = [(region, region.was) for region in reversed(self._regions)]
+        pairs = [(region, region.was) for region in reversed(self.regions)]
         if values is not None:
-            pairs = [*zip(self._regions, values, strict=False)]
+            pairs = [*zip(self.regions, values, strict=False)]
 
         def write() -> None:
             for region, value in pairs:
@@ -187,7 +247,7 @@ class SavedWrites:
         """
 
         def compare() -> tuple[object, str] | None:
-            for region, ours, theirs in zip(self._regions, padded, alone, strict=False):
+            for region, ours, theirs in zip(self.regions, padded, alone, strict=False):
                 is_there = ours.numel() and ours.shape == theirs.shape
                 if not is_there or not getattr(region.use, "exposed", True):
                     continue
@@ -206,6 +266,14 @@ class SavedWrites:
         """
         return [unseen(partial(check, pads)) for check in self._protected]
 
+    def _note_protected(
+        self, tensor: torch.Tensor, use: object, source: tuple[int, ...], rows: list[int]
+    ) -> None:
+        if len(rows) == 1 and tensor.dim():
+            row: list[slice | torch.Tensor] = [torch.tensor(rows, device=tensor.device)]
+            at = [*[slice(None)] * _dim_of_rows(tensor), *row]
+            self.protected_rows.append(Region(tensor, Rows(tuple(at)), use, source))
+
 
 def _same_rows(ours: Index, theirs: Index) -> bool:
     """Whether two indices choose the same rows."""
@@ -220,9 +288,11 @@ def _same_rows(ours: Index, theirs: Index) -> bool:
 # Memory that is too large to be saved ------------------------------------------------------------
 
 
-def protection_check(tensor: torch.Tensor, name: str) -> Callable[[Sequence[int]], str]:
+def protection_check(
+    tensor: torch.Tensor, name: str, note: Callable[[list[int]], None] | None = None
+) -> Callable[[Sequence[int]], str]:
     """A check of a tensor that is too large to be saved. Given the padding values, it returns as
-    text which rows were written since this call.
+    text which rows were written since this call, and tells them to `note`.
 
     It raises `StateTooLargeError` if no padding value names one of these rows, or its page. A row
     counts as written if the sum of its bits is another one. It is not likely that two changes of a
@@ -244,6 +314,8 @@ def protection_check(tensor: torch.Tensor, name: str) -> Callable[[Sequence[int]
                 advice="give the inputs that address it InputSpec(index=True, pad=a dummy row), or "
                 "declare it: Host(state=[State(tensor, rows=...)]); or raise state_limit_bytes",
             )
+        if note is not None:
+            note(changed)
         return f"{name}: rows {listed(changed) if changed else 'none'} written by padding"
 
     return check

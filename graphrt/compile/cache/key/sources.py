@@ -12,12 +12,12 @@ import linecache
 import os
 import re
 import sys
-import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
+from graphrt.core.base.library_files import is_python_file
 from graphrt.core.base.log import logger
 
 PACKAGES = ("sympy", "mpmath", "numpy", "networkx", "triton")
@@ -104,13 +104,7 @@ def module_name(path: str) -> str:
 @functools.cache
 def is_library_file(path: str) -> bool:
     """Whether a file belongs to Python, torch or `PACKAGES`, whose versions are in the key."""
-    if path.startswith("<frozen "):
-        return True
-    real = os.path.realpath(path)
-    return real.startswith(_package_roots()) or any(
-        real.startswith(root) and "-packages" + os.sep not in real.removeprefix(root)
-        for root in _python_roots()
-    )
+    return is_python_file(path) or os.path.realpath(path).startswith(_package_roots())
 
 
 @functools.cache
@@ -121,12 +115,6 @@ def _package_roots() -> tuple[str, ...]:
         for each in specs
         if each is not None and each.origin is not None
     )
-
-
-@functools.cache
-def _python_roots() -> tuple[str, ...]:
-    paths = sysconfig.get_paths()
-    return tuple({os.path.realpath(paths[name]) + os.sep for name in ("stdlib", "platstdlib")})
 
 
 def code_digest(code: CodeType) -> str:
