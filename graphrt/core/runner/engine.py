@@ -208,7 +208,7 @@ class StepEngine:
             return eager, self._run_unpadded(step._replace(dispatch=eager))
         outputs = self._executor.run_padded(step, eager=True)
         checks.padding.forget_contents()
-        checks.look_after_eager_step()
+        checks.look_at_host(by_forward=True)
         return eager, outputs
 
     def failed(
@@ -319,11 +319,10 @@ class StepEngine:
                     got=batch,
                     expected=f"a batch that one of {len(plan.keys)} graphs serves",
                 )
-        # CPython has told of a change: look before the forward runs, or its own changes would be
-        # taken for the host's.
-        if self._graphs.reads.host.rung:
-            self._checks.look_at_host()
+        # Before the run too, or the host's changes would be taken for those of the run.
+        self._checks.look_at_host()
         try:
             return run_without_graph(self._executor, step)
         finally:
-            self._checks.look_after_eager_step()
+            # The run may have replaced a tensor that graphs read: a long prompt makes a new cache.
+            self._checks.look_at_host(by_forward=True)

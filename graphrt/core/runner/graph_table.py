@@ -315,8 +315,9 @@ class GraphTable:
             for module in self.setup.compiled:
                 module.weights_changed()
             if self.records:
-                self.reads.check(self.entries(), self.own_tensors())
+                unread = self.reads.check(self.entries(), self.own_tensors())
                 self.checks.look_at_host()
+                self.checks.note_unread(unread)
         except errors.GraphRTError as error:
             if not isinstance(error, errors.UntrackedWeightsError):
                 self.checks.set_aside(error)

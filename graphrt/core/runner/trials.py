@@ -87,7 +87,7 @@ def run_without_graph(executor: StepExecutor, step: Step) -> Any:
             EagerRuns(executor, step), TriedGraph(record), None, setup.pool.platform, setup.options
         )
         trial.look_at_padding()
-        checks.ran_forward(at_every_run=True)
+        checks.ran_forward()
     before = padding.read(padding.first_rows)
     outputs = executor.run_unpadded(step)
     padding.note_used(padding.first_rows, before, padding.read(padding.first_rows))
@@ -159,14 +159,14 @@ def _try(runs: StepRuns, undo: Undo, *, undone: bool = False) -> Verdict:
     setup = graphs.setup
     warm = graphs.warmed_up.get(dispatch.descriptor.kind)
     graph = graphs.checks.graph_to_try(dispatch)
-    trial = Trial(runs, graph, warm, setup.pool.platform, setup.options)
+    trial = Trial(runs, graph, warm, setup.pool.platform, setup.options, graphs.reads.held)
     for span in graphs.spans:
         undo.enter(span("trial", f"{dispatch.mode.name} [{dispatch.descriptor}]"))
     # Captures ran under these settings: under others eager runs would differ from the replay.
     set_for_capture(undo)
     verdict = trial.run(undone=undone)
     setup.run_forward.follows |= verdict.asks
-    graphs.checks.ran_forward(at_every_run=True)
+    graphs.checks.ran_forward()
     return verdict
 
 
@@ -332,7 +332,7 @@ class WrapperTrials:
         if checks is None or not checks.on:
             return
         slot = next(self._numbers)
-        checks.ran_forward(at_every_run=True)
+        checks.ran_forward()
         checks.glances.reads.settle()
         captured = Dispatch(wrapper.runtime_mode, descriptor, Reason.HIT, slot)
         checks.captured([captured], more=True)
@@ -384,11 +384,12 @@ class WrapperTrials:
         assert checks is not None
         undo.later(step.put_back)
         graph, warm = checks.graph_to_try(dispatch), self._warm.get(slot)
-        trial = Trial(step, graph, warm, wrapper.pool.platform, wrapper.options)
+        held = checks.glances.reads.held
+        trial = Trial(step, graph, warm, wrapper.pool.platform, wrapper.options, held)
         set_for_capture(undo)
         # Its effects are put back: the call itself comes after it.
         verdict = trial.run(undone=True)
-        checks.ran_forward(at_every_run=True)
+        checks.ran_forward()
         if step.watch is not None and not checks.records[slot].steps:
             checks.glances.reads.note(step.watch)
             checks.glances.reads.settle()
@@ -396,7 +397,8 @@ class WrapperTrials:
         checks.tried(slot, verdict, None)
         if step.watch is not None and verdict.failure is None:
             tokens = dispatch.descriptor.num_tokens
-            warm = WarmedUp(tokens, step.watch.trace, writes=False, captured={})
+            spans = step.watch.scratch_spans()
+            warm = WarmedUp(tokens, step.watch.trace, writes=False, captured={}, scratch=spans)
             self._warm.setdefault(slot, warm)
 
 
