@@ -25,7 +25,7 @@ from graphrt.core.runner.findings import TrialRecord
 from graphrt.core.runner.weights import stale
 from graphrt.trust.host_watch import HostChanges, Told, described_changes
 from graphrt.trust.places.slots import Place, same_value
-from graphrt.trust.reads import ReadSet, each_call
+from graphrt.trust.reads import ReadSet, each_call, keys_at
 from graphrt.trust.verdict import PADDING_ON_LIVE_ROW, TriedGraph, Verdict
 from graphrt.trust.watching.padding import PaddingRows
 
@@ -122,17 +122,18 @@ class _Graph(TriedGraph):
         passed = min(map(self.kind.passed.__getitem__, self.moved), default=_PASSED)
         return self.to_try or passed < _PASSED or bool(self.changed) or self.kind.untried
 
-    def note(self, path: str, was: Any, now: Any) -> None:
+    def note(self, path: str, was: Any, now: Any) -> bool:
         """Note that the host has changed a value. One that is back at that of the last trial is no
-        change, nor is one at a path where trials have shown that it makes no difference."""
+        change. False if trials have shown that it makes no difference at this path."""
         if self.passed[path] >= _PASSED or self.kind.passed[path] >= _PASSED:
-            return
+            return False
         if not self.changed:
             self.doubts = 0
         was, _ = self.changed.get(path, (was, now))
         self.changed[path] = was, now
         if not isinstance(was, Told) and same_value(was, now):
             del self.changed[path]
+        return True
 
     def note_unlike_baked(self, places: Mapping[str, Place | None]) -> None:
         """Note as changed each harmless path whose value now is not the one that the graph has
@@ -153,11 +154,13 @@ class _Graph(TriedGraph):
                 now = Told("another value") if place is None else place.get()
                 self.baked[path], _ = self.changed.pop(path, (now, now))
 
-    def note_moved(self, moved: Mapping[str, tuple[Any, Any]]) -> None:
-        """Note Python values that the forward itself has changed in an eager step."""
-        for path, (was, now) in moved.items():
-            if self.kind.passed[path] < _PASSED:
-                self.moved[path] = self.moved.get(path, (was, now))[0], now
+    def note_moved(self, path: str, was: Any, now: Any) -> bool:
+        """Note a change that the forward itself has made in an eager step. False if trials of its
+        kind have shown that it makes no difference."""
+        if self.kind.passed[path] >= _PASSED:
+            return False
+        self.moved[path] = self.moved.get(path, (was, now))[0], now
+        return True
 
     def note_passed(self, numbers: Iterable[str]) -> list[str]:
         """Note that a trial has passed with all that had moved or changed. `numbers` are paths that
@@ -392,6 +395,10 @@ class Checks(StepChecks):
             return
         self.glances.begin()
         self.padding.end(padded=False)
+        left_behind = self.reads.left_behind
+        if left_behind and self._graphs:
+            # The warm-up of a later size has made a new cache: older graphs go on reading the old.
+            self._quarantine(self._graphs.values(), stale(left_behind))
         kinds = dict[Hashable, list[_Graph]]()
         for graph in self._graphs.values():
             key = graph.record.mode, *graph.record.descriptor.kind
@@ -469,20 +476,29 @@ class Checks(StepChecks):
             )
         return Reason.QUARANTINED
 
-    def look_at_host(self) -> None:
-        """Note what the host has changed. If a tensor that graphs read has moved, all of them go
-        into quarantine; after any other change the next step of each graph is a trial."""
+    def look_at_host(self, *, by_forward: bool = False) -> None:
+        """Note what the host has changed; with `by_forward` an eager step, whose numbers a trial
+        also moves further. If a tensor that graphs read has moved, all of them go into quarantine;
+        after any other change the next step of each graph is a trial."""
         reads, served = self.reads, self._served()
         if reads.host.values is None or not served:
             return
         try:
             changes = reads.take()
             if changes is not None:
-                self._note_changes(reads, served, changes)
+                self._note_changes(reads, served, changes, by_forward=by_forward)
         except BaseException as error:
             # Maybe a Ctrl-C. A change is reported only once, so some may be lost.
             undo_after(error, partial(self._cut_short, error))
             raise
+
+    def note_unread(self, names: Iterable[str]) -> None:
+        """Note tensors that have moved and that no watched run has read. A graph of another size
+        may read them all the same, so the next step of each is a trial."""
+        for name in names:
+            for graph in self._served():
+                graph.note(name, Told("a tensor"), Told("another one, or none"))
+        self._note_pending()
 
     def _cut_short(self, error: BaseException) -> None:
         """After `error` in a look at the host's changes: put all graphs into quarantine."""
@@ -492,21 +508,33 @@ class Checks(StepChecks):
             advice = "recapture(): changes are told once, and some may be lost"
             self._quarantine(served, errors.VerificationError(what, advice=advice))
 
-    def _note_changes(self, reads: ReadSet, served: list[_Graph], changes: HostChanges) -> None:
-        """Note changes of the host, for the graphs that are `served`: see `look_at_host`."""
+    def _note_changes(
+        self, reads: ReadSet, served: list[_Graph], changes: HostChanges, *, by_forward: bool
+    ) -> None:
+        """Note changes for the graphs that are `served`: see `look_at_host`."""
         places = reads.walk() if changes.is_structural else None
-        moved = [] if places is None else reads.moved(places)
-        if moved:
+        gone = [] if places is None else reads.stale_paths(places)
+        if gone:
             self.glances.aim(tensors=False)
-            self._quarantine(self._graphs.values(), stale(moved))
+            self._quarantine(self._graphs.values(), stale(gone))
             return
+        # Graphs go on with their own scratch memory and tables: trials show whether this is right.
+        moved = [] if places is None else reads.moved(places)
+        paths = {each.place.path for each in moved}
+        changes.changes |= dict.fromkeys(paths, (Told("a tensor"), Told("another one, or none")))
+        scratch = {each.place.path for each in moved if reads.is_scratch(each.key)}
+        for graph in served if scratch else ():
+            graph.replaced |= keys_at(places, scratch)
         for path, (was, now) in changes.changes.items():
             if path in self.harmless:
                 # A new object at a harmless path: the watch ignores only the old one.
                 reads.host.ignore(path)
                 continue
-            for graph in served:
-                graph.note(path, was, now)
+            note = _Graph.note_moved if by_forward else _Graph.note
+            if sum(note(graph, path, was, now) for graph in served) == 0 and by_forward:
+                # Without this line each eager step would cost a walk, for an attribute that it
+                # sets and no graph depends on.
+                reads.host.ignore(path)
         if places is not None:
             reads.settle(places)
         # After a walk a path may lead to another object.
@@ -514,11 +542,14 @@ class Checks(StepChecks):
         self.glances.aim()
         self._note_pending()
 
-    def ran_forward(self, *, at_every_run: bool) -> None:
-        """Note that the forward has run eagerly: it has made the changes since the last look
-        itself. For `at_every_run`, after trials, see `HostWatch.forget`."""
-        if self.reads.host.forget(at_every_run=at_every_run):
+    def ran_forward(self) -> None:
+        """Note that a trial has run the forward: its runs have made the changes since the last
+        look, see `HostWatch.forget`. Its last run may have replaced a tensor that graphs read."""
+        reads, served = self.reads, self._served()
+        if reads.host.forget():
             self.glances.aim()
+        if served and not reads.are_there():
+            self._note_changes(reads, served, HostChanges(is_structural=True), by_forward=True)
 
     def _served(self) -> list[_Graph]:
         """The graphs that are not in quarantine."""
@@ -596,9 +627,15 @@ class Checks(StepChecks):
             of_kind = [each for each in graphs if spoils_all or each.kind is kind]
             self._quarantine(of_kind, verdict.failure)
             return
+        if record.failure is not None:
+            # The step itself has replaced a tensor that graphs read: see `ran_forward`.
+            return
         record.status = "tried"
         if verdict.varying is not None:
             graph.varying = verdict.varying.union(graph.varying or ())
+        if verdict.scratch:
+            graph.has_other_scratch = True
+            self._warn_of_scratch(self.reads.paths_of(verdict.scratch))
         graph.doubts += 1
         if not verdict.is_doubtful or graph.doubts >= _DOUBTFUL:
             for path in graph.note_passed(verdict.harmless):
@@ -624,6 +661,18 @@ class Checks(StepChecks):
                 graph.kind.await_padding(self._inputs)
             self._note_pending()
 
+    def _warn_of_scratch(self, paths: Iterable[str]) -> None:
+        """Warn once of each path where eager steps fill other memory than graphs."""
+        for path in paths:
+            text = (
+                f"{path} is another tensor than at capture; graphs go on with theirs, as they fill "
+                "it before they read it\n  expected: nobody else reads results there\n  try: "
+                "return them; or recapture()"
+            )
+            if text not in self._warned_of:
+                self._warned_of.add(text)
+                errors.warn_caller(text, errors.StaleTensorWarning)
+
     def graph_to_try(self, dispatch: Dispatch) -> TriedGraph:
         """What a trial has to know of a graph; a new record where steps are not checked."""
         record = TrialRecord(dispatch.mode, dispatch.descriptor)
@@ -631,21 +680,8 @@ class Checks(StepChecks):
 
     def after_eager_step(self) -> None:
         self.padding.forget_contents()
-        self.look_after_eager_step()
-
-    def look_after_eager_step(self) -> None:
-        """Look at the Python values that an eager step has moved. Graphs may have baked them in, so
-        the next step of each is a trial."""
-        host, served = self.reads.host, self._served()
-        if host.values is None or not served:
-            return
-        before = host.values.was
-        self.ran_forward(at_every_run=False)
-        moved = host.values.changed(before, host.values.was)
-        if moved:
-            for graph in served:
-                graph.note_moved(moved)
-            self._note_pending()
+        # The run may have replaced a tensor that graphs read: a long prompt makes a new cache.
+        self.look_at_host(by_forward=True)
 
     def _mark_harmless(self, path: str) -> None:
         """Ignore changes at a path from now on: three made no difference to one graph. Every other

@@ -240,11 +240,15 @@ class HostWatch:
         tell, those of tensors that graphs `read` included."""
         values, watched = self.values, {} if self._native is None else self._watched
         skips = bool(self._ignored or self._closed)
-        untold: dict[int, tuple[Place, Any]] = {}
+        # Slots of the graphs' tensors, and all others: a slot that is in both is one of a tensor's.
+        of_reads: dict[int, tuple[Place, Any]] = {}
+        others: dict[int, tuple[Place, Any]] = {}
         compared = [] if values is None else [*zip(values.slots, values.was, strict=True)]
         for at, length in self._lengths.items():
             compared[at] = compared[at][0], length
-        for slot, value in chain(read, compared):
+        for untold, slot, value in chain(
+            ((of_reads, *each) for each in read), ((others, *each) for each in compared)
+        ):
             if slot.way is slots.TUPLE_ITEM and isinstance(slot.holder, Place):
                 # A tuple never changes: what may change is the slot that holds it.
                 slot, value = slot.holder, slot.holder.get()
@@ -252,7 +256,8 @@ class HostWatch:
             is_fixed = slot.way in (slots.FIXED, slots.ARRAY)
             if not (is_fixed or is_told or (skips and self._is_left_out(slot))):
                 untold[id(slot)] = slot, value
-        return slots.looks(untold.values(), in_c=NativeGlances is not None)
+        ring = slots.ring_of([*of_reads.values()], [*others.values()])
+        return slots.looks(ring, in_c=NativeGlances is not None)
 
     def _is_left_out(self, slot: Place) -> bool:
         """Whether changes of a slot make no difference, or are the forward's own."""
@@ -331,10 +336,10 @@ class HostWatch:
         compared = {_where(slot.holder, slot.key) for slot in chain(in_dicts, read)}
         return [(held, key) for held, key in events if (id(held), key) not in compared]
 
-    def forget(self, *, at_every_run: bool) -> bool:
-        """The forward has run: what has changed since `take` it has changed itself. What two runs
-        of `at_every_run` have changed, and the host not between them, is left out from now on.
-        Returns whether a slot holds another object."""
+    def forget(self) -> bool:
+        """A trial has run the forward: what has changed since `take` it has changed itself. What
+        two trials have changed, and the host not between them, is left out from now on. Returns
+        whether a slot holds another object."""
         values = self.values
         if values is None:
             return False
@@ -342,9 +347,9 @@ class HostWatch:
         was, now = values.was, values.take()
         values.was = now
         stays = all(map(is_, was, now))
-        if at_every_run and stays and not events:
+        if stays and not events:
             self._moved = {}
-        elif at_every_run:
+        else:
             # A key that is gone again was put back by a trial.
             added = self._without_slot(events, ())
             moved = [each for each in added if _value_of(*each) is not MISSING]

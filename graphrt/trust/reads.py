@@ -16,7 +16,7 @@ forward holds (`keep_touched`).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain, cycle, repeat
 from operator import attrgetter, eq, is_
 from typing import Any, NamedTuple, TypeVar
@@ -47,7 +47,7 @@ SLOTS = {True: 3, False: 10}
 dict is a slot to look at too."""
 
 
-class _Read(NamedTuple):
+class Read(NamedTuple):
     """What graphs read at a place, as it was: a tensor, with its storage's key, or packed
     weights."""
 
@@ -61,7 +61,7 @@ _Part = tuple[Any, Callable[[Any], object], object]
 """A tensor, what gives a part of where it is, and this part as it was."""
 
 
-def _parts_of(reads: Iterable[_Read]) -> list[_Part]:
+def _parts_of(reads: Iterable[Read]) -> list[_Part]:
     """What is compared of the tensors that are read."""
     parts: list[_Part] = []
     for _, held, was, key in reads:
@@ -109,7 +109,7 @@ class ReadSet:
 
     def _read_nothing(self) -> None:
         # What graphs read at places that the last walk found: what the glances of steps look at.
-        self._read: list[_Read] = []
+        self._read: list[Read] = []
         # key of a storage -> the storage, kept alive, and how a watched run used it. Without a use
         # nothing was seen to read it.
         self._held: dict[int, tuple[torch.UntypedStorage, Use | None]] = {}
@@ -119,6 +119,8 @@ class ReadSet:
         """Memory too large to be saved, and which rows of it a warm-up wrote."""
         self.remade: set[str] = set()
         """Where every eager run of the forward puts another tensor, computed of its weights."""
+        self.left_behind: list[str] = []
+        """Where the last `settle` found other tensors than graphs captured before it read."""
         self.host = HostWatch()
         self.rounds = 0
         """How many steps it takes until their glances, a few slots each, have looked at all."""
@@ -134,11 +136,13 @@ class ReadSet:
             # though that runner keeps its storage.
             if is_spare(key):
                 continue
-            if key in self._held:
-                use_before = self._held[key][1]
-                if use_before is not None:
-                    use_before.is_written |= use.is_written
+            _, use_before = self._held.get(key, (None, None))
+            if use_before is not None:
+                use_before.is_written |= use.is_written
+                use_before.is_unsure |= not use.is_scratch
                 continue
+            # A warm-up has made it, without its inputs.
+            use.is_table = key in self._held
             storage = storage_of(use.ref)
             if storage is not None and storage_use_count(storage._cdata) > 1:
                 self._held[key] = storage, use
@@ -166,14 +170,15 @@ class ReadSet:
     def settle(self, places: Places | None = None) -> Places:
         """Find names for what is held, and note where it is, by a walk of now; returns the walk."""
         places, reads = places or self.walk(), []
+        self.left_behind = self.stale_paths(places)
         for place, tensor, key in places.keyed:
             _, use = self._held.get(key, (None, None))
             # An eager part looks its tensors up at every replay, so they may move.
             is_read = use is not None and (self._has_full or not use.in_parts)
             if is_read and not (self.remade and place.path in self.remade):
-                reads.append(_Read(place, tensor, where_is(tensor), key))
+                reads.append(Read(place, tensor, where_is(tensor), key))
         # Packed weights are invisible to operators, so all of them count as read.
-        self._read = reads + [_Read(*each, id(each[1])) for each in places.packed]
+        self._read = reads + [Read(*each, id(each[1])) for each in places.packed]
         self.host.aim(places)
         return places
 
@@ -203,26 +208,67 @@ class ReadSet:
     def take(self) -> HostChanges | None:
         """What the host has changed since the last time: see `HostWatch.take`. A tensor that is
         read and is another one, or elsewhere, is a structural change."""
-        places = [*map(attrgetter("place"), self._read)]
-        changes = self.host.take(places)
-        held = map(attrgetter("held"), self._read)
-        are_there = all(map(is_, map(call, getters(places)), held))
-        if are_there and _hold(_parts_of(self._read)):
+        changes = self.host.take(map(attrgetter("place"), self._read))
+        if self.are_there():
             return changes
         return HostChanges({} if changes is None else changes.changes, True)
+
+    def are_there(self) -> bool:
+        """Whether each place of a tensor that is read has that tensor, and it is where it was."""
+        places, held = (map(attrgetter(name), self._read) for name in ("place", "held"))
+        return all(map(is_, map(call, getters(places)), held)) and _hold(_parts_of(self._read))
 
     def walk(self) -> Places:
         """A new walk from the forward."""
         return places_of(self._forward)
 
-    def moved(self, places: Places) -> list[str]:
-        """The paths at which another tensor is now, by a new walk, than the one that graphs read,
-        or the same one elsewhere, or other packed weights."""
+    @property
+    def held(self) -> Collection[int]:
+        """The keys of the storages that graphs use."""
+        return self._held.keys()
+
+    def moved(self, places: Places) -> list[Read]:
+        """What was read at paths at which another tensor is now, by a new walk, or the same one
+        elsewhere, or other packed weights."""
         now: dict[str, list[object]] = {}
         for place, held in (*places.tensors, *places.packed):
             now.setdefault(place.path, []).append(_memory_of(held))
-        read = [(each.place.path, each.was) for each in self._read]
-        return [path for path, was in read if was not in now.get(path, ())]
+        return [each for each in self._read if each.was not in now.get(each.place.path, ())]
+
+    def stale_paths(self, places: Places) -> list[str]:
+        """The paths of what has moved, and with which graphs may not go on."""
+        return [each.place.path for each in self.moved(places) if not self.may_stay(each.key)]
+
+    def is_scratch(self, key: int | None) -> bool:
+        """Whether graphs fill this memory before they read it."""
+        _, use = self._held.get(key or 0, (None, None))
+        return use is not None and use.is_scratch
+
+    def may_stay(self, key: int | None) -> bool:
+        """Whether graphs may go on with this memory, if trials pass, when the forward has another
+        one: it is scratch memory, or a table that the forward computes and never writes."""
+        storage, use = self._held.get(key or 0, (None, None))
+        # Compiled code writes without an operator that shows it.
+        if storage is None or use is None or self.saw_compiled_code:
+            return False
+        is_table = use.is_table and not use.is_written
+        # `resize_()` would have freed it.
+        return (is_table or self.is_scratch(key)) and storage.data_ptr() == use.span[0]
+
+    def paths_of(self, keys: Collection[int]) -> list[str]:
+        """Where the forward has this memory now, by one path each."""
+        paths: dict[int, str] = {}
+        for place, _, key in self.walk().keyed:
+            if key in keys:
+                paths.setdefault(key, place.path)
+        return [*paths.values()]
+
+    def is_unread(self, key: int | None) -> bool:
+        """Whether watched runs have shown that graphs do not read what is in this memory."""
+        if key is None or not self._held or self.saw_compiled_code:
+            return False
+        _, use = self._held.get(key, (None, None))
+        return use is None or (use.in_parts and not self._has_full) or self.may_stay(key)
 
     def check(
         self, weights: NamedWeights, entries: Iterable[Entry], of_runner: Iterable[torch.Tensor]
@@ -230,13 +276,17 @@ class ReadSet:
         """Raise `StaleInputError` if any tensor has moved, and `UntrackedWeightsError` if graphs
         read tensors that nothing compares: no `weights`, and none `of_runner`."""
         places = self.walk()
-        refuse_moved(self.moved(places))
+        refuse_moved(self.stale_paths(places))
         if self.saw_compiled_code:
             return weights.refuse_others()
         named = {address_of(tensor) for _, tensor in places.tensors}
         named.update(_addresses(entries, of_runner))
         named.update(map(address_of, weights.now().values()))
-        unknown = [str(use) for storage, use in self._uses() if storage.data_ptr() not in named]
+        unknown = [
+            str(use)
+            for storage, use in self._uses()
+            if storage.data_ptr() not in named and not self.may_stay(storage._cdata)
+        ]
         if unknown:
             raise UntrackedWeightsError(
                 f"whether weights moved cannot be told of {len(unknown)} tensors that graphs read",
@@ -275,7 +325,7 @@ class ReadSet:
 
     def table(self) -> tuple[TensorUse, ...]:
         """Everything that graphs read."""
-        moved, rows = {*self.moved(self.walk())}, []
+        moved, rows = {each.place.path for each in self.moved(self.walk())}, []
         places: dict[int | None, list[str]] = {}
         for each in self._read:
             places.setdefault(each.key, []).append(each.place.path)
@@ -298,6 +348,12 @@ class ReadSet:
 
     def _uses(self) -> list[tuple[torch.UntypedStorage, Use]]:
         return [(storage, use) for storage, use in self._held.values() if use is not None]
+
+
+def keys_at(places: Places | None, paths: Collection[str]) -> dict[str, int]:
+    """path -> the key of the memory that a walk has found there."""
+    keyed = () if places is None else places.keyed
+    return {place.path: key for place, _, key in keyed if place.path in paths}
 
 
 def _memory_of(held: Any) -> object:

@@ -21,6 +21,7 @@ from graphrt.core.runner.findings import TrialRecord, TrustReport, UnknownMemory
 from graphrt.core.runner.graph_table import GraphTable
 from graphrt.core.runner.host import Example, MakeExample
 from graphrt.core.runner.setup import RunnerSetup
+from graphrt.core.runner.weights import NamedWeights, refuse_moved
 from graphrt.trust.checks import NO_INPUTS, Checks, Differing
 from graphrt.trust.reads import ReadSet
 from graphrt.trust.snapshot import StateSnapshot
@@ -92,14 +93,13 @@ class RunnerChecks(Checks):
         return dispatch, verdict.outputs
 
     def run_eagerly(self, executor: StepExecutor, step: Step) -> Any:
-        # CPython has told of a change: look before the forward runs, or its own changes would be
-        # taken for the host's.
-        if self.reads.host.rung:
-            self.look_at_host()
+        # Before the run too, or the host's changes would be taken for those of the run.
+        self.look_at_host()
         try:
             return self._run_beside_padding(executor, step)
         finally:
-            self.look_after_eager_step()
+            # The run may have replaced a tensor that graphs read: a long prompt makes a new cache.
+            self.look_at_host(by_forward=True)
 
     def _run_beside_padding(self, executor: StepExecutor, step: Step) -> Any:
         """Run an eager step on its live rows, and look whether these use rows that padding writes:
@@ -111,7 +111,7 @@ class RunnerChecks(Checks):
             graph = TriedGraph(TrialRecord(step.dispatch.mode, step.dispatch.descriptor))
             runs = EagerRuns(executor, step, padding)
             Trial(runs, graph, None, setup.pool.platform, setup.options).look_at_padding()
-            self.ran_forward(at_every_run=True)
+            self.ran_forward()
         before = padding.read(padding.first_rows)
         outputs = executor.run_unpadded(step)
         padding.note_used(padding.first_rows, before, padding.read(padding.first_rows))
@@ -171,14 +171,14 @@ class RunnerChecks(Checks):
         graphs, dispatch = runs.executor.graphs, runs.step.dispatch
         setup = graphs.setup
         warm, graph = self.warmed_up.get(dispatch.descriptor.kind), self.graph_to_try(dispatch)
-        trial = Trial(runs, graph, warm, setup.pool.platform, setup.options)
+        trial = Trial(runs, graph, warm, setup.pool.platform, setup.options, self.reads.held)
         for span in graphs.spans:
             undo.enter(span("trial", f"{dispatch.mode.name} [{dispatch.descriptor}]"))
         # Captures ran under these settings: under others eager runs would differ from the replay.
         set_for_capture(undo)
         verdict = trial.run(undone=undone)
         setup.run_forward.follows |= verdict.asks
-        self.ran_forward(at_every_run=True)
+        self.ran_forward()
         return verdict
 
     def _note(self, runs: StepRuns, verdict: Verdict, differing: Differing | None) -> None:
@@ -193,12 +193,18 @@ class RunnerChecks(Checks):
 
     # What is known --------------------------------------------------------------------------------
 
+    def check_named(self, named: NamedWeights) -> list[str]:
+        # What compiled code reads no watched run shows.
+        moved, knows = named.moved(), not named.compiled
+        unread = [name for name, key in moved if knows and self.reads.is_unread(key)]
+        refuse_moved([name for name, _ in moved if name not in unread])
+        return unread
+
     def check_weights(self, graphs: GraphTable) -> None:
-        if self.reads.watched:
-            self.reads.check(graphs.named, graphs.entries(), graphs.own_tensors())
-        else:
-            super().check_weights(graphs)
+        unread = self.check_named(graphs.named)
+        self.reads.check(graphs.named, graphs.entries(), graphs.own_tensors())
         self.look_at_host()
+        self.note_unread(unread)
 
     def report(self, graphs: GraphTable, *, quick: bool) -> TrustReport:
         published = {graph.slot for graph in graphs.dispatcher.published}

@@ -11,7 +11,7 @@ and compares what the runs return and leave.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter, eq
@@ -34,7 +34,7 @@ from graphrt.trust.places.walk import places_of
 from graphrt.trust.warm_up import WarmedUp
 from graphrt.trust.watching import watch as watching
 from graphrt.trust.watching.padding import PaddingRow, PaddingRows
-from graphrt.trust.watching.watch import Deviation, Trace, Watch
+from graphrt.trust.watching.watch import Deviation, Trace, Use, Watch
 from graphrt.trust.watching.writes import storage_of
 
 T = TypeVar("T")
@@ -135,6 +135,8 @@ class Trial:
     warm: WarmedUp | None
     platform: Platform
     options: GraphOptions
+    held: Collection[int] = ()
+    """Keys of the memory that graphs use."""
 
     def __post_init__(self) -> None:
         record, warm, platform = self.graph.record, self.warm, self.platform
@@ -187,7 +189,9 @@ class Trial:
         rows = step.sizes[0] if step.sizes else None
         first_watch = self._watch(rows=rows, keeps_sources=True, compared=True)
         outputs, asks_modes = _asks_modes(partial(step.eager, first_watch))
-        eager, used = Run(outputs, state.take(), first_watch), first_watch.uses
+        used = first_watch.uses
+        self._judge_scratch(used)
+        eager = Run(outputs, state.take(), first_watch)
         self._eager = eager
         rebound = state.python.rebound(eager.left.python, used)
         state.restore()
@@ -348,6 +352,22 @@ class Trial:
         failure = refusal(got, graph=f"{record.mode.name} [{record.descriptor}]", **words)
         self._verdict.failure = self._verdict.failure or failure
 
+    def _judge_scratch(self, used: Mapping[int, Use]) -> None:
+        """Does this graph read values from before the step in memory that is scratch elsewhere?
+
+        After a change eager runs may have other scratch memory than the graph: a long prompt may
+        have made a larger buffer. What they leave there is not compared: the graph fills its own.
+        """
+        graph = self.graph
+        for path, key in graph.replaced.items():
+            use = used.get(key)
+            if use is not None and not use.is_scratch:
+                self._fail(verdicts.CHANGED, f"{path} was replaced, and is read: {use}")
+        if graph.changed or graph.moved or graph.has_other_scratch:
+            scratch = {key for key, use in used.items() if use.is_scratch}
+            self._verdict.scratch = frozenset(scratch - {*self.held})
+            self._state.memory.leave_out(self._verdict.scratch)
+
     def _judge_constants(self, first: Watch, last: Watch) -> None:
         """Does the forward make a tensor of Python data that is other data now?"""
         has_parts = self._has_parts
@@ -425,9 +445,12 @@ class Trial:
         if self.warm is None:
             return
         with_addresses = graph.varying is not None or not graph.changed
+        scratch = self._eager.watch.scratch_spans()
         ours, theirs = [
-            each.captured(has_parts=self._has_parts).described(with_addresses=with_addresses)
-            for each in (now, self.warm.trace)
+            each.captured(has_parts=self._has_parts).described(
+                with_addresses=with_addresses, scratch=spans
+            )
+            for each, spans in ((now, scratch), (self.warm.trace, self.warm.scratch))
         ]
         same = eq if self._same_size else watching.same_but_for_size
         differing = dict(watching.differences(ours, theirs, same))

@@ -215,7 +215,7 @@ class WrapperTrials:
         if checks is None or not checks.on:
             return
         slot = next(self._numbers)
-        checks.ran_forward(at_every_run=True)
+        checks.ran_forward()
         checks.glances.reads.settle()
         captured = Dispatch(wrapper.runtime_mode, descriptor, Reason.HIT, slot)
         checks.captured([captured], more=True)
@@ -267,11 +267,12 @@ class WrapperTrials:
         assert checks is not None
         undo.later(step.put_back)
         graph, warm = checks.graph_to_try(dispatch), self._warm.get(slot)
-        trial = Trial(step, graph, warm, wrapper.pool.platform, wrapper.options)
+        held = checks.glances.reads.held
+        trial = Trial(step, graph, warm, wrapper.pool.platform, wrapper.options, held)
         set_for_capture(undo)
         # Its effects are put back: the call itself comes after it.
         verdict = trial.run(undone=True)
-        checks.ran_forward(at_every_run=True)
+        checks.ran_forward()
         if step.watch is not None and not checks.records[slot].steps:
             checks.glances.reads.note(step.watch)
             checks.glances.reads.settle()
@@ -279,7 +280,8 @@ class WrapperTrials:
         checks.tried(slot, verdict, None)
         if step.watch is not None and verdict.failure is None:
             tokens = dispatch.descriptor.num_tokens
-            warm = WarmedUp(tokens, step.watch.trace, writes=False, captured={})
+            spans = step.watch.scratch_spans()
+            warm = WarmedUp(tokens, step.watch.trace, writes=False, captured={}, scratch=spans)
             self._warm.setdefault(slot, warm)
 
 

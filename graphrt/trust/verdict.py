@@ -19,6 +19,10 @@ class TriedGraph:
     """Python values that eager steps have changed: path -> (then, now)."""
     changed: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     """Python values that the host has changed."""
+    replaced: dict[str, int] = field(default_factory=dict)
+    """path of scratch memory that was replaced -> key of the storage there now"""
+    has_other_scratch: bool = False
+    """Whether a trial has passed where eager runs have other scratch memory than the graph."""
     varying: frozenset[int] | None = None
     """`Verdict.varying` of earlier trials; None if the host had changed something before each."""
 
@@ -42,6 +46,8 @@ class Verdict:
     """Whether operators differ after a change of the host's, and may differ without it too. Then
     one step with equal results proves little."""
     notes: list[str] = field(default_factory=list)
+    scratch: frozenset[int] = frozenset()
+    """Keys of scratch memory that eager runs fill and the graph does not know."""
     harmless: tuple[str, ...] = ()
     """Paths of Python numbers that were moved on without an effect on results."""
 

@@ -3,7 +3,7 @@ which is put back after each run without being declared."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -40,6 +40,8 @@ class WarmedUp(NamedTuple):
     writes: bool
     captured: dict[GraphMode, list[Any]]
     """By mode, the operators that a capture of that size issued."""
+    scratch: Collection[tuple[int, int]] = ()
+    """The spans of memory that it filled before it read it."""
 
 
 @dataclass
@@ -165,7 +167,7 @@ class WatchedState(RunWatch):
         largest = self.warmed_up.get(kind, none)
         # A later session may watch a smaller size than an earlier one.
         if largest.tokens <= tokens:
-            largest = WarmedUp(tokens, watch.trace, largest.writes, captured={})
+            largest = WarmedUp(tokens, watch.trace, largest.writes, {}, watch.scratch_spans())
         if kind is not None:
             writes = largest.writes or bool(watch.written())
             self.warmed_up[kind] = largest._replace(writes=writes)

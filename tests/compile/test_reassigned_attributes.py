@@ -102,6 +102,73 @@ def test_an_attribute_that_a_forward_assigns_must_keep_that_value_between_calls(
     assert torch.equal(compiled(x), x + 1)
 
 
+IN_PLACE = (
+    "self.count += 1",
+    "self.count *= x.mean() + 1",
+    "self.count = self.count.add_(1)",
+    "kept = self.count; kept += 1; self.count = kept",
+    "self.plain -= 1",
+    "self.tensors['a'] += 1",
+    "self.several[0] += 1",
+    "self.held.kept += 1",
+)
+
+
+class Counting(Holding):
+    """A buffer, and tensors in other places, to which `line` writes."""
+
+    def __init__(self, line: str) -> None:
+        super().__init__(line)
+        self.register_buffer("count", torch.zeros(4))
+        self.plain, self.held.kept = torch.zeros(4), torch.zeros(4)
+        namespace: dict[str, Any] = {}
+        lines = [
+            "def forward(self, x):",
+            line,
+            "y = x + self.count + self.plain + self.tensors['a']",
+            "return y + self.several[0] + self.held.kept",
+        ]
+        exec("\n    ".join(lines), namespace)
+        self.forward = namespace["forward"].__get__(self)
+
+
+@pytest.mark.parametrize("in_graphs", [False, True])
+@pytest.mark.parametrize("line", IN_PLACE)
+def test_an_in_place_operator_that_assigns_the_same_tensor_compiles(line, in_graphs):
+    module, eager = Counting(line), Counting(line)
+    compiled = compile_module(module, ["x"], in_place=False)
+    run = compiled
+    if in_graphs:
+        inputs = {"x": InputSpec(torch.float32, ("tokens", 4))}
+        runner = GraphRunner(compiled, mode="FULL", sizes=[4], inputs=inputs, platform="cpu")
+        runner.capture()
+
+        def run(x):
+            return runner(x=x)
+
+    kept = module.count, module.plain, module.tensors["a"], module.several[0], module.held.kept
+    for _ in range(3):
+        x = torch.ones(4, 4)
+        assert torch.equal(run(x), eager(x))
+    now = module.count, module.plain, module.tensors["a"], module.several[0], module.held.kept
+    assert all(was is each for was, each in zip(kept, now, strict=True))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "self.count = self.count + 1",
+        "self.count += 1; self.count = self.count + 1",
+        "self.count = self.count.view(4)",
+        "self.count, self.plain = self.plain, self.count",
+    ],
+)
+def test_another_tensor_in_the_attribute_of_one_is_refused(line):
+    compiled = compile_module(Counting(line), ["x"], in_place=False)
+    with pytest.raises(ReassignedStateError, match="count"):
+        compiled(torch.randn(4, 4))
+
+
 STEPS, ROWS = 6, 2
 
 

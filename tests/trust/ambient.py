@@ -126,7 +126,7 @@ def generator_built_at_each_call(device):
     return Scenario(forward)
 
 
-@defect("random", "late", told="named")
+@defect("random", "named", told="named")
 def generator_of_a_request_replaced(device):
     model = SimpleNamespace(generator=torch.Generator(device).manual_seed(3))
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import random
+import tempfile
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,7 +38,8 @@ from tests.trust.twins import ambient_state_put_back
 LEVELS = ("off", "capture", "first", "sample", "always")
 WIDTH, SIZES = 4, (1, 2, 4, 8)
 X = InputSpec(torch.float32, ("tokens", WIDTH))
-CAPTURING = "TEST_OF_LEVELS_CAPTURES"
+CAPTURING = Path(tempfile.mkdtemp(), "capturing")
+"""A file: no walk sees that a host makes or removes it."""
 
 
 class Model(SimpleNamespace):
@@ -50,11 +52,14 @@ class Model(SimpleNamespace):
     @property
     def capturing(self) -> bool:
         """Kept where nobody sees that a host changes it."""
-        return os.environ.get(CAPTURING) == "1"
+        return CAPTURING.exists()
 
     @capturing.setter
     def capturing(self, value: bool) -> None:
-        os.environ[CAPTURING] = str(int(value))
+        if value:
+            CAPTURING.touch()
+        else:
+            CAPTURING.unlink(missing_ok=True)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         context = current_context()
@@ -66,7 +71,7 @@ class Model(SimpleNamespace):
 @pytest.fixture(autouse=True)
 def _settings_put_back(monkeypatch):
     monkeypatch.delenv("GRAPHRT_CHECK", raising=False)
-    monkeypatch.setenv(CAPTURING, "0")
+    CAPTURING.unlink(missing_ok=True)
     with ambient_state_put_back():
         yield
 

@@ -355,13 +355,7 @@ def test_a_table_made_by_a_warm_up_that_fits_every_run_is_accepted(name):
 
 @pytest.mark.parametrize(
     "use",
-    [
-        add_out,
-        pytest.param(
-            other_half,
-            marks=pytest.mark.xfail(strict=True, reason="what is overwritten is counted only"),
-        ),
-    ],
+    [add_out, other_half],
 )
 def test_state_made_by_a_warm_up_and_partly_overwritten_is_refused(use):
     with pytest.raises(PythonStateError, match="fills memory when it runs first"):

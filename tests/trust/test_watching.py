@@ -115,9 +115,6 @@ def test_an_out_tensor_that_is_also_an_argument_counts_as_read():
     assert words(watch, state) == "read written"
 
 
-@pytest.mark.xfail(
-    strict=True, reason="Use.overwritten counts elements: another half counts as the one written"
-)
 def test_reading_the_half_that_a_run_did_not_overwrite_counts_as_a_read():
     state = torch.ones(4)
 

@@ -157,7 +157,9 @@ def _key_of(key: Any) -> object:
 
 def _is_same(effects: SideEffects, variable: Any, before: object) -> bool:
     """Whether Dynamo's variable stands for the value `before`, as far as it tells."""
-    if effects.id_to_variable.get(id(before)) is variable:
+    known = effects.id_to_variable.get(id(before))
+    # In-place operators return the tensor that they are given: `self.count += 1` keeps it there.
+    if known is variable or (known is not None and _fake_of(known) is _fake_of(variable)):
         return True
     if type(before) is tuple:
         items = getattr(variable, "items", None)
@@ -172,6 +174,12 @@ def _is_same(effects: SideEffects, variable: Any, before: object) -> bool:
     is_plain = type(value) is type(before) and type(value) in _PLAIN
     # `repr` tells 0.0 from -0.0.
     return value is before or (is_plain and repr(value) == repr(before))
+
+
+def _fake_of(variable: Any) -> object:
+    """The tensor by which Dynamo stands for that of a variable; the variable if it has none."""
+    node = getattr(getattr(variable, "proxy", None), "node", None)
+    return variable if node is None else node.meta.get("example_value", variable)
 
 
 def _is_kept(effects: SideEffects, variable: Any, before: object, container: Any, key: Any) -> bool:

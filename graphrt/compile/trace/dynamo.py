@@ -30,6 +30,7 @@ from graphrt.compile.private_torch.traces import (
 from graphrt.compile.trace._side_effects import Rewritten, assignments
 from graphrt.compile.trace.dims import DynamicDims
 from graphrt.compile.trace.parameters import Leaf, Parameters
+from graphrt.compile.trace.sizes import placeholders, value_of
 from graphrt.compile.trace.user_lines import explained
 from graphrt.core.base.errors import GraphRTError
 
@@ -143,6 +144,7 @@ class _Backend:
 
     def __call__(self, graph: fx.GraphModule, inputs: object) -> Callable[..., Any]:
         self._graph = graph
+        _return_inputs(graph)
         self.kept_guards.read = names_read(graph)
         self._assigned, self._rewritten = assignments()
         self._facts = trace_facts()
@@ -186,6 +188,15 @@ class _Backend:
             own_function,
             names[0],
         )
+
+
+def _return_inputs(graph: fx.GraphModule) -> None:
+    """Have the graph return an input itself in place of the result of an in-place operator on it.
+    Without this `self.count += 1` would store a result of the graph in the attribute."""
+    inputs = {id(value_of(node)): node for node in placeholders(graph)}
+    output = next(iter(reversed(graph.graph.nodes)))
+    output.args = (fx.map_arg(output.args[0], lambda node: inputs.get(id(value_of(node)), node)),)
+    graph.recompile()
 
 
 def _stop(*_: object) -> Any:

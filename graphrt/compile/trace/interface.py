@@ -90,16 +90,16 @@ def _probe(
     traced: Traced, leaves: Sequence[Leaf], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Interface:
     graph_inputs: list[Any] = []
-    outputs = tuple(Output(index) for index in range(len(results_of(traced.graph))))
+    nodes, results = placeholders(traced.graph), results_of(traced.graph)
 
-    def note_inputs(*inputs: Any) -> tuple[Output, ...]:
+    def note_inputs(*inputs: Any) -> tuple[Any, ...]:
         graph_inputs.extend(inputs)
-        return outputs
+        given = dict(zip(nodes, inputs, strict=True))
+        return tuple(given.get(node, Output(index)) for index, node in enumerate(results))
 
     with torch.no_grad():
         returned = traced.forward_around(note_inputs)(*args, **kwargs)
     paths = _paths(leaves)
-    nodes = placeholders(traced.graph)
     sizes = _size_texts(nodes, graph_inputs, paths)
     inputs = tuple(
         _source(node, value, paths, sizes) for node, value in zip(nodes, graph_inputs, strict=True)

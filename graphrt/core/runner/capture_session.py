@@ -249,7 +249,7 @@ class CaptureSession:
             graphs.release()
         if graphs.begun:
             # Graphs that are captured already read the old addresses.
-            graphs.named.check()
+            graphs.checks.check_named(graphs.named)
             changed = graphs.checks.changed_settings()
             if changed:
                 raise changed

@@ -31,6 +31,7 @@ from graphrt.core.dispatch.reasons import Dispatch, Reason
 from graphrt.core.runner.findings import TrustReport
 from graphrt.core.runner.host import MakeExample
 from graphrt.core.runner.setup import RunnerSetup
+from graphrt.core.runner.weights import NamedWeights, refuse_moved
 
 T = TypeVar("T")
 
@@ -204,9 +205,16 @@ class StepChecks:
 
     # What is known
 
+    def check_named(self, named: NamedWeights) -> list[str]:
+        """Raise `StaleInputError` if a weight has moved that graphs read. Returns the names of
+        others that have moved, as those of an adapter that was not active."""
+        refuse_moved([name for name, _ in named.moved()])
+        return []
+
     def check_weights(self, graphs: Any) -> None:
-        """Raise `StaleInputError` if a tensor that graphs read, and that has no name, has moved;
-        and `UntrackedWeightsError` if that cannot be told."""
+        """Raise `StaleInputError` if a tensor that graphs read has moved, and
+        `UntrackedWeightsError` if that cannot be told."""
+        self.check_named(graphs.named)
         graphs.named.refuse_others()
 
     def set_aside(self, failure: Exception) -> None:

@@ -289,7 +289,6 @@ class GraphTable:
             for module in self.setup.compiled:
                 module.weights_changed()
             if self.records:
-                self.named.check()
                 self.checks.check_weights(self)
         except errors.GraphRTError as error:
             if not isinstance(error, errors.UntrackedWeightsError):

@@ -22,24 +22,30 @@ Named: TypeAlias = Callable[[], Mapping[str, torch.Tensor]]
 
 
 class NamedWeights:
-    """The parameters and buffers of a forward's modules: `record` notes where they are, and `check`
+    """The parameters and buffers of a forward's modules: `record` notes where they are, and `moved`
     compares that with now."""
 
     def __init__(self, forward: Any, compiled: Sequence[Named] = ()) -> None:
         """`compiled` return the named weights of compiled modules."""
+        self.compiled = compiled
         self._forward = forward
-        self._compiled = compiled
-        # (number of a module, name in it) -> where the tensor of that name was.
-        self._were: dict[tuple[int, str], object] = {}
+        # (number of a module, name in it) -> where the tensor of that name was, and the key of its
+        # storage.
+        self._were: dict[tuple[int, str], tuple[object, int | None]] = {}
 
     def record(self) -> None:
         """Note where the tensors are: before the first capture."""
-        self._were = {key: tree.identity(tensor) for key, tensor in self.now().items()}
+        self._were = {
+            key: (tree.identity(tensor), tree.storage_key(tensor))
+            for key, tensor in self.now().items()
+        }
 
-    def check(self) -> None:
-        """Raise `StaleInputError` if a tensor has moved since `record`."""
+    def moved(self) -> list[tuple[str, int | None]]:
+        """The names of tensors that have moved or are gone since `record`, each with the key of the
+        storage that it had."""
         now = {key: tree.identity(tensor) for key, tensor in self.now().items()}
-        refuse_moved([key[1] for key, where in self._were.items() if now.get(key) != where])
+        were = self._were.items()
+        return [(key[1], storage) for key, (was, storage) in were if now.get(key) != was]
 
     def refuse_others(self) -> None:
         """Raise `UntrackedWeightsError` unless the forward is made of modules alone: what else it
@@ -55,7 +61,7 @@ class NamedWeights:
     def now(self) -> dict[tuple[int, str], torch.Tensor]:
         """(number of a module, name in it) -> the tensor of that name now."""
         modules, _ = _modules_of(self._forward)
-        sources = [weights() for weights in self._compiled] + [*map(_tensors, modules)]
+        sources = [weights() for weights in self.compiled] + [*map(_tensors, modules)]
         return {
             (index, name): tensor
             for index, source in enumerate(sources)

@@ -13,7 +13,7 @@ import operator
 import sys
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from fractions import Fraction
@@ -190,6 +190,49 @@ def getters(places: Iterable[Place]) -> list[Callable[[], Any]]:
     return bound
 
 
+_GOLDEN = (5**0.5 - 1) / 2
+"""Its multiples, without their whole parts, lie apart however many there are."""
+_OTHERS_PER_READ = 9
+"""Looks at other slots for each look at a slot of a tensor that graphs read."""
+
+Entry = tuple[Place, Any]
+"""A slot, and what was in it."""
+
+
+def ring_of(reads: Sequence[Entry], others: Iterable[Entry]) -> list[Entry]:
+    """The order in which glances look at slots, so that of one change of many slots one of the
+    first looks finds one, wherever the last look was.
+
+    Slots of one kind, as the same list of each layer, are a group: it is spread over the whole
+    ring, and neighbours in it are taken apart. `reads`, the slots of graphs' tensors, are one group
+    and come again and again: a model may have hundreds of other slots for each.
+    """
+    others = [*others]
+    with_dict = {id(slot.holder) for slot, _ in others if slot.way is ATTRIBUTES}
+    groups = dict[tuple[object, ...], list[Entry]]()
+    for slot, was in others:
+        # A look at an object's `__dict__` shows its class too.
+        if slot.way is not TYPE or id(slot.holder) not in with_dict:
+            groups.setdefault(_group_of(slot), []).append((slot, was))
+    count = sum(map(len, groups.values()))
+    repeats = -(-count // (_OTHERS_PER_READ * len(reads))) if reads else 0
+    turns: list[tuple[float, Entry]] = []
+    for at, group in enumerate((reads, *groups.values())):
+        times = max(repeats, 1) if group is reads else 1
+        order = sorted(range(len(group)), key=lambda index: index * _GOLDEN % 1) * times
+        first = at * _GOLDEN % 1
+        turns += [((turn + first) / len(order), group[at]) for turn, at in enumerate(order)]
+    turns.sort(key=operator.itemgetter(0))
+    return [entry for _, entry in turns]
+
+
+def _group_of(place: Place) -> tuple[object, ...]:
+    """Equal for slots of one kind, whatever the layer: by way, and by the end of the path without
+    numbers."""
+    labels = place.label, "" if place.owner is None else place.owner.label
+    return id(place.way), *("[]" if each[1:-1].isdigit() else each for each in labels)
+
+
 Look = tuple[Any, Any, Any]
 """One thing that a glance compares: see `looks`."""
 
@@ -208,6 +251,8 @@ def looks(entries: Iterable[tuple[Place, Any]], *, in_c: bool) -> list[Look]:
             looks.append((holder, type(holder) if way is ATTRIBUTES else key, was))
         elif in_c and way is LENGTH and key is not deque:
             looks.append(((holder,), None, (was,)))
+        elif way is ATTRIBUTES:
+            looks.append((functools.partial(_own_attributes, holder, type(holder), key), None, was))
         elif way.anew:
             looks.append((functools.partial(_holds, place, was), None, True))
         else:
@@ -300,6 +345,11 @@ def _attributes(holder: object, dict_of: Callable[[Any], dict[str, Any]]) -> obj
         return dict_of(holder)
     except TypeError:  # it is of another class by now, as `nn.LazyLinear` becomes
         return MISSING
+
+
+def _own_attributes(holder: object, of: type, dict_of: Callable[[Any], dict[str, Any]]) -> object:
+    """The `__dict__` of an object, as long as it is of this class."""
+    return _attributes(holder, dict_of) if type(holder) is of else MISSING
 
 
 def _class_attribute(holder: type, name: str) -> object:

@@ -439,7 +439,7 @@ class Walk:
             if kind is Kind.PLAIN or (base in (tuple, frozenset) and _is_plain(value, base)):
                 places.numbers.append(place)
             elif kind in _MAY_BE_SKIPPED and _is_skipped(kind, value):
-                if kind is not Kind.SKIPPED and place.way is not FIXED:
+                if (kind is not Kind.SKIPPED or shape.draws) and place.way is not FIXED:
                     places.code.append((place, value))
             else:
                 self._lists.get(kind, places.slots).append((place, value))

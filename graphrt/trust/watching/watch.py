@@ -29,12 +29,12 @@ from graphrt.core.capture.operators import LIFT_FRESH, OperatorFacts, facts_of, 
 from graphrt.core.capture.refusals import Source, user_source
 from graphrt.core.replay.recording import active, in_task, issued
 from graphrt.trust.places.slots import same_value
-from graphrt.trust.watching.writes import SavedWrites
+from graphrt.trust.watching.writes import Extent, SavedWrites, extent_of
 
 T = TypeVar("T")
 
 # The function of an `Op`, and the storage key of a `tree.Placed`.
-_FUNC, _KEY = attrgetter("func"), itemgetter(1)
+_FUNC, _KEY, _FIRST = attrgetter("func"), itemgetter(1), itemgetter(0)
 
 
 @dataclass(slots=True, eq=False)
@@ -54,13 +54,23 @@ class OwnMemory:
 class Use(OwnMemory):
     """Memory from outside of a forward that a run used: one storage."""
 
-    exposed = False
-    """Whether the run has read values that were there before it."""
-    overwritten = 0
-    """How many elements the run wrote before it read any."""
+    is_table = False
+    """Whether a warm-up has made it, without its inputs."""
+    is_unsure = False
+    """Whether operators hide if they do: a host's own one may keep some of what it writes, and an
+    eager part looks its tensors up again at every replay."""
 
     def __init__(self, tensor: torch.Tensor, op: str, source: Source | None = None) -> None:
-        super().__init__(StorageWeakRef(tensor.untyped_storage()))  # type: ignore[no-untyped-call]
+        storage = tensor.untyped_storage()
+        super().__init__(StorageWeakRef(storage))  # type: ignore[no-untyped-call]
+        # Where it begins and ends.
+        self.span = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+        # What the run filled before it read anything else: spans in bytes without gaps, and the
+        # regions of tensors with gaps.
+        self._filled: list[tuple[int, int]] = []
+        self._filled_with_gaps: list[Extent] = []
+        # Spans of which it read values that were there before.
+        self._exposed: list[tuple[int, int]] = []
         self.writes: list[str] = []
         """The operators of the run that wrote it, in their order."""
         self.shape = (tensor.numel(),) if tensor.is_nested else tuple(tensor.shape)
@@ -77,10 +87,37 @@ class Use(OwnMemory):
         if self.in_parts:
             arguments = in_eager_part.get()
             self.in_parts = arguments is not None and self.ref.cdata not in arguments
-        if fills and not self.exposed:
-            self.overwritten = max(self.overwritten, part.numel())
-        elif not facts.is_view and part.numel() > self.overwritten:
-            self.exposed = True
+        self.is_unsure |= in_eager_part.get() is not None or (fills and not facts.is_aten)
+        if facts.is_view or not part.numel():
+            return
+        extent = extent_of(part)
+        start, end, has_gaps, _ = extent
+        if not fills:
+            inside = any(first <= start and end <= last for first, last in self._filled)
+            is_known = inside or extent in self._filled_with_gaps or (start, end) in self._exposed
+            self._exposed += [] if is_known else [(start, end)]
+        elif has_gaps:
+            self._filled_with_gaps.append(extent)
+        else:
+            touching = [each for each in self._filled if each[0] <= end and start <= each[1]]
+            apart = [each for each in self._filled if each not in touching]
+            whole = min([start, *map(_FIRST, touching)]), max([end, *map(_KEY, touching)])
+            self._filled = [*apart, whole]
+
+    @property
+    def exposed(self) -> bool:
+        """Whether the run has read values that were there before it."""
+        return bool(self._exposed)
+
+    def exposes(self, start: int, end: int) -> bool:
+        """Whether it has read such values between two bytes."""
+        return any(first < end and start < last for first, last in self._exposed)
+
+    @property
+    def is_scratch(self) -> bool:
+        """Whether the run has filled all that it read of it: values from before do not count."""
+        is_filled = bool(self._filled or self._filled_with_gaps)
+        return is_filled and not self.exposed and not self.is_unsure
 
     def __str__(self) -> str:
         line = "" if self.source is None else f", used at {self.source}"
@@ -221,6 +258,10 @@ class Watch(ThreadMode):
         """The memory from outside that the run has used."""
         return {key: use for key, use in self._memory.items() if isinstance(use, Use)}
 
+    def scratch_spans(self) -> list[tuple[int, int]]:
+        """Where memory from outside is that the run has filled before it read it."""
+        return [use.span for use in self.uses.values() if use.is_scratch]
+
     def begin_part(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[int]:
         """An eager part begins. Note its plain arguments: replays give it those of the capture.
         Returns the keys of the memory that it is given."""
@@ -294,6 +335,8 @@ class Watch(ThreadMode):
         overwritten = _overwritten(targets, operands) if facts.overwrites else ()
         tensors: dict[int, Operand] = {}
         from_inputs = False
+        # What it fills is noted last: `copy_` of a tensor's own memory reads that first.
+        filled: list[tuple[Use, torch.Tensor]] = []
         for each in operands:
             whole, key, _ = each
             is_own = key is None or type(memory.get(key)) is OwnMemory
@@ -308,11 +351,15 @@ class Watch(ThreadMode):
                 noted = memory.get(key)
                 if noted is None:
                     noted = memory[key] = Use(part, str(op.func), op.source)
-                if isinstance(noted, Use):
-                    noted.note(part, facts, fills=id(whole) in overwritten)
+                if isinstance(noted, Use) and id(whole) in overwritten:
+                    filled.append((noted, part))
+                elif isinstance(noted, Use):
+                    noted.note(part, facts, fills=False)
                 elif noted.data is not None:
                     noted.data.is_used = True
                 from_inputs |= noted.from_inputs
+        for use, part in filled:
+            use.note(part, facts, fills=True)
         if not in_task.get():
             op.arguments = _described(values, tensors)
         return from_inputs
@@ -455,12 +502,14 @@ class Trace(list[Op]):
         parts, a single graph all of them."""
         return Trace([op for op in self if not op.in_part]) if has_parts else self
 
-    def described(self, *, with_addresses: bool) -> Trace:
+    def described(self, *, with_addresses: bool, scratch: Collection[tuple[int, int]]) -> Trace:
         """The operators without the values of Python data, and without the addresses of memory from
-        outside unless `with_addresses`."""
+        outside unless `with_addresses`. Tensors in `scratch` memory, by its spans, count as one."""
         trace = Trace()
         for op in self:
             arguments = () if op.func is LIFT_FRESH else op.arguments
+            if scratch:
+                arguments = _without_scratch(arguments, scratch)
             if not with_addresses:
                 arguments = _without_addresses(arguments)
             trace.append(Op(op.func, arguments, op.source))
@@ -575,6 +624,15 @@ def _without_addresses(value: Any) -> Any:
     if isinstance(value, Operand):
         return value if value.address is None else value._replace(address=0)
     return tuple(map(_without_addresses, value)) if type(value) is tuple else value
+
+
+def _without_scratch(value: Any, spans: Collection[tuple[int, int]]) -> Any:
+    """Arguments with a word in place of each tensor that begins in one of the spans."""
+    if isinstance(value, Operand):
+        at = value.address
+        is_scratch = at is not None and any(first <= at < end for first, end in spans)
+        return "scratch memory" if is_scratch else value
+    return tuple(_without_scratch(each, spans) for each in value) if type(value) is tuple else value
 
 
 def _words(ours: Any, theirs: Any) -> str:

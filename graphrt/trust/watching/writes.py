@@ -32,6 +32,22 @@ def storage_of(ref: StorageWeakRef) -> torch.UntypedStorage | None:
     return torch_names.storage_of_weak(ref.cdata)
 
 
+Extent = tuple[int, int, bool, object]
+"""Of a tensor in its storage: first byte, end, whether it has gaps, and shape, strides, dtype."""
+
+
+def extent_of(part: torch.Tensor) -> Extent:
+    """Where a tensor is in its storage."""
+    if part.is_nested:
+        return 0, part.untyped_storage().nbytes(), True, id(part)
+    dims = zip(part.shape, part.stride(), strict=True)
+    length = 1 + sum((int(size) - 1) * int(stride) for size, stride in dims)
+    bytes_each = part.element_size()
+    start = int(part.storage_offset()) * bytes_each
+    form = tuple(part.shape), part.stride(), part.dtype
+    return start, start + length * bytes_each, length != part.numel(), form
+
+
 class Region:
     """A copy of what one operator was about to write: a tensor, or rows of it.
 
@@ -49,6 +65,7 @@ class Region:
         """Which memory it is: a `Use`, or a description."""
         # While there is the weak reference, no other storage gets this one's key.
         self._ref = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        self.span = extent_of(tensor)[:2]
         # An empty tensor of its dtype and device, and where it is in the storage: from these `_now`
         # makes the tensor again.
         self._like = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
@@ -154,6 +171,8 @@ class SavedWrites:
         self.row_writes: set[tuple[int, str]] = set()
         self._sums = sums
         self.limit = limit_bytes
+        # Keys of storages that are neither saved nor put back.
+        self._left_out: Collection[int] = ()
         # The copies, in the order of the writes.
         self.regions: list[Region] = []
         # which tensor (storage, offset, dtype, shape, strides) -> the indices of its rows that are
@@ -170,7 +189,7 @@ class SavedWrites:
         """Save what an operator is about to write into `tensor`; `use` is what errors call it."""
         key, place = tensor.untyped_storage()._cdata, (tensor.storage_offset(), tensor.dtype)
         saved = self._saved.setdefault((key, *place, tensor.size(), tensor.stride()), [])
-        if tensor.numel() == 0 or WHOLE.at in saved:
+        if tensor.numel() == 0 or WHOLE.at in saved or key in self._left_out:
             return
         rows_of = facts.rows if facts.rows and tensor is args[0] else None
         if rows_of is not None:
@@ -207,6 +226,11 @@ class SavedWrites:
         self.regions.append(region)
         # After the copy: where there was no memory for it, the next run has to save these rows.
         saved.append(region.rows.at)
+
+    def leave_out(self, keys: Collection[int]) -> None:
+        """Neither save nor put back nor compare these storages."""
+        self._left_out = keys
+        self.regions = [each for each in self.regions if each.key not in keys]
 
     def take(self) -> list[torch.Tensor]:
         """Copies of the contents now, of everything that is saved."""
@@ -249,7 +273,8 @@ class SavedWrites:
         def compare() -> tuple[object, str] | None:
             for region, ours, theirs in zip(self.regions, padded, alone, strict=False):
                 is_there = ours.numel() and ours.shape == theirs.shape
-                if not is_there or not getattr(region.use, "exposed", True):
+                exposes = getattr(region.use, "exposes", None)
+                if not is_there or not (exposes is None or exposes(*region.span)):
                     continue
                 compared = region.without_padding(pads, sizes)
                 apart = difference(ours[compared], theirs[compared])
