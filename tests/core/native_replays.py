@@ -280,7 +280,7 @@ def program(seed: int, *, native: bool) -> list[Any]:
         steps = pool.pieces.replaying is None, pool.pieces.context is None, len(pool.handed_out)
         device = Device.marked, Device.entered
         told = runner.last_dispatch, runner.dispatcher.counts(), runner.report().live_tokens
-        tried = [record.status for record in runner.graphs.checks.records.values()]
+        tried = [record.status for record in runner.report().trust.trials]
         seen.append((outcome, state, steps, device, told, tried, graded))
     kept.clear()
     runner.close()
