@@ -31,7 +31,10 @@ def _native() -> Extension:
     return Extension(
         "graphrt.core.base._native",
         [f"native/{name}.c" for name in ("glances", "module", "path", "replay", "slots", "watch")],
-        depends=["native/native.h"],
+        depends=[
+            "native/native.h",
+            *(f"graphrt/{name}" for name in (*known["TWINS"], *known["TRUST"])),
+        ],
         define_macros=[
             (name, f'"{value}"') for name, value in known["fingerprints"](package).items()
         ],

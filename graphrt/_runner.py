@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from graphrt.core.base.errors import MissingCapabilityError
 from graphrt.core.base.homes import public
 from graphrt.core.runner.runner import R, Runner
 
@@ -73,9 +74,7 @@ def _checks_for(setup: RunnerSetup) -> StepChecks:
     """The checks of a runner, by its level. At `off` nothing of `graphrt.trust` is imported before
     `verify()`."""
     if setup.options.checks("capture"):
-        from graphrt.trust.runner import RunnerChecks
-
-        return RunnerChecks(setup)
+        return _trust(setup)
     from graphrt.core.runner.contract import Step, StepChecks
 
     class Unchecked(StepChecks):
@@ -84,8 +83,23 @@ def _checks_for(setup: RunnerSetup) -> StepChecks:
         __slots__ = ()
 
         def verify(self, executor: Any, step: Step) -> tuple[Any, Exception | None]:
-            from graphrt.trust.runner import RunnerChecks
-
-            return RunnerChecks(setup).verify(executor, step)
+            return _trust(setup).verify(executor, step)
 
     return Unchecked()
+
+
+def _trust(setup: RunnerSetup) -> StepChecks:
+    """The checks of `graphrt.trust`. Raises `MissingCapabilityError` where it is left out: a runner
+    never has fewer checks than were asked for."""
+    try:
+        from graphrt.trust.runner import RunnerChecks
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("graphrt.trust"):
+            raise
+        raise MissingCapabilityError(
+            "graphrt.trust, which checks steps, is not installed",
+            got=f"check={setup.options.check!r}",
+            expected="the whole package of graphrt",
+            advice='install graphrt again, or take GraphOptions(check="off")',
+        ) from None
+    return RunnerChecks(setup)

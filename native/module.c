@@ -1,4 +1,4 @@
-/* The module that setup.py compiles, which says by TWINS and SOURCES what it was made from: see
+/* The module that setup.py compiles; its TWINS, TRUST and SOURCES say what it was made from: see
    graphrt/core/base/native_sources.py. */
 #include "native.h"
 
@@ -53,6 +53,7 @@ PyMODINIT_FUNC PyInit__native(void) {
     }
     if (PyModule_AddIntConstant(module, "MOST_INPUTS", MOST_INPUTS) == 0 &&
         PyModule_AddStringConstant(module, "TWINS", TWINS) == 0 &&
+        PyModule_AddStringConstant(module, "TRUST", TRUST) == 0 &&
         PyModule_AddStringConstant(module, "SOURCES", SOURCES) == 0)
         return module;
 failed:

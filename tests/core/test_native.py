@@ -78,24 +78,33 @@ def test_a_package_without_the_extension_says_how_to_build_the_extension(tmp_pat
     assert done.stdout.startswith("True: it was not built; install graphrt again where there is a")
 
 
-@pytest.mark.parametrize("changed", [None, "native/path.c", "graphrt/core/runner/engine.py"])
-def test_an_extension_built_from_other_sources_is_not_used(
-    built: Path, tmp_path: Path, changed: str | None
+@pytest.mark.parametrize(
+    ("changed", "line", "is_used"),
+    [
+        ("graphrt/core/runner/engine.py", "", True),
+        ("graphrt/core/runner/engine.py", "# A comment.", True),
+        ("graphrt/core/runner/engine.py", '"""A text."""', True),
+        ("graphrt/core/runner/engine.py", "x = 1", False),
+        ("graphrt/trust/reads.py", "x = 1", False),
+        ("native/path.c", "", False),
+    ],
+)
+def test_an_extension_built_from_other_code_is_not_used(
+    built: Path, tmp_path: Path, changed: str, line: str, is_used: bool
 ) -> None:
     for name in ("native", "graphrt"):
         left_out = shutil.ignore_patterns("__pycache__", "*.so")
         shutil.copytree(ROOT / name, tmp_path / name, ignore=left_out)
     shutil.copy(built, tmp_path / "graphrt" / "core" / "base")
-    if changed is not None:
-        with (tmp_path / changed).open("a") as file:
-            file.write("\n")
+    with (tmp_path / changed).open("a") as file:
+        file.write(f"{line}\n")
     for switch in ("", "0"):
         environ = os.environ | {"PYTHONPATH": str(tmp_path), "GRAPHRT_NATIVE": switch}
         done = starts.run("-c", STATE, cwd=tmp_path, env=environ, check=True)
         lines = done.stdout.splitlines()
         if switch:
             assert lines == ["True: GRAPHRT_NATIVE=0 leaves it out"]
-        elif changed is None:
+        elif is_used:
             assert lines == ["False: in use"]
         else:
             assert len(lines) == 2
@@ -103,9 +112,21 @@ def test_an_extension_built_from_other_sources_is_not_used(
             assert lines[1].startswith("True: it was built from other sources")
 
 
-def test_the_package_computes_both_source_fingerprints_of_the_extension() -> None:
+def test_an_extension_is_used_in_a_package_without_trust(built: Path, tmp_path: Path) -> None:
+    for name in ("native", "graphrt"):
+        left_out = shutil.ignore_patterns("__pycache__", "*.so", "trust")
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=left_out)
+    shutil.copy(built, tmp_path / "graphrt" / "core" / "base")
+    with (tmp_path / "graphrt/core/runner/engine.py").open("a") as file:
+        file.write("\n")
+    environ = os.environ | {"PYTHONPATH": str(tmp_path), "GRAPHRT_NATIVE": ""}
+    done = starts.run("-c", STATE, cwd=tmp_path, env=environ, check=True)
+    assert done.stdout.splitlines() == ["False: in use"]
+
+
+def test_the_package_computes_each_source_fingerprint_of_the_extension() -> None:
     names = fingerprints(ROOT / "graphrt")
-    assert {*names} == {"TWINS", "SOURCES"}
+    assert {*names} == {"TWINS", "TRUST", "SOURCES"}
 
 
 RANDOM_STEPS = f"""{LOAD}

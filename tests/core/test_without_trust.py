@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+from pathlib import Path
+
 import pytest
 
 from tests import starts
+
+ROOT = Path(__file__).resolve().parents[2]
 
 _SESSION = """
 import sys
@@ -47,4 +53,29 @@ print([name for name in sys.modules if name.startswith("graphrt.trust")])
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "FULL_AND_PIECEWISE"])
 def test_a_runner_without_checks_imports_no_trust(mode: str) -> None:
     done = starts.run("-c", _SESSION.format(mode=mode), check=False)
+    assert done.stdout.splitlines() == ["()", "[]"], done.stderr
+
+
+_DEFAULT = """
+import torch
+from graphrt import GraphRunner, InputSpec
+from graphrt.errors import MissingCapabilityError
+
+try:
+    GraphRunner(
+        lambda x: x, mode="FULL", sizes=[2], platform="cpu",
+        inputs={"x": InputSpec(torch.float32, ("tokens", 4))},
+    )
+except MissingCapabilityError as error:
+    print(error)
+"""
+
+
+def test_a_default_runner_raises_where_trust_is_left_out(tmp_path: Path) -> None:
+    left_out = shutil.ignore_patterns("__pycache__", "*.so", "trust")
+    shutil.copytree(ROOT / "graphrt", tmp_path / "graphrt", ignore=left_out)
+    environ = os.environ | {"PYTHONPATH": str(tmp_path), "GRAPHRT_CHECK": ""}
+    done = starts.run("-c", _DEFAULT, cwd=tmp_path, env=environ, check=True)
+    assert done.stdout.startswith("graphrt.trust, which checks steps, is not installed")
+    done = starts.run("-c", _SESSION.format(mode="FULL"), cwd=tmp_path, env=environ)
     assert done.stdout.splitlines() == ["()", "[]"], done.stderr

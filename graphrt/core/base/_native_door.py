@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from graphrt.core.base.log import logger
-from graphrt.core.base.native_sources import fingerprints
+from graphrt.core.base.native_sources import fingerprints, newest
 
 VARIABLE = "GRAPHRT_NATIVE"
 _NOT_BUILT = "it was not built; install graphrt again where there is a C compiler"
@@ -29,7 +29,11 @@ def _load() -> tuple[Any, str]:
         missing = isinstance(error, ModuleNotFoundError)
         return None, _NOT_BUILT if missing else f"it cannot be loaded: {error}"
     try:
-        now = fingerprints(Path(__file__).parents[2])
+        package = Path(__file__).parents[2]
+        # To hash takes a tenth of a second: only where a file is as new as the build. A wheel has
+        # no C files: its build matches its modules.
+        is_older = newest(package) < Path(str(native.__file__)).stat().st_mtime
+        now = {} if is_older else fingerprints(package)
     except OSError as error:
         return None, f"its sources cannot be read: {error}"
     if any(getattr(native, name, None) != value for name, value in now.items()):
