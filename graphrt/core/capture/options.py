@@ -88,6 +88,14 @@ class GraphOptions:
         Raises `InvalidOptionError` for a `GRAPHRT_CHECK` that is no level.
         """
         option_values.choice(*CHECK_LEVELS)("level", level)
+        return CHECK_LEVELS.index(self._level()) >= CHECK_LEVELS.index(level)
+
+    def of_process(self) -> GraphOptions:
+        """These options, with the level of `GRAPHRT_CHECK` if that is set. Raises
+        `InvalidOptionError` for one that is no level."""
+        return self.merged({"check": self._level()})
+
+    def _level(self) -> str:
         asked = os.environ.get(CHECK_VARIABLE, "").strip().lower() or self.check
         if asked not in CHECK_LEVELS:
             raise InvalidOptionError(
@@ -96,7 +104,7 @@ class GraphOptions:
                 expected=", ".join(CHECK_LEVELS),
                 advice=f"{CHECK_VARIABLE}=capture",
             )
-        return CHECK_LEVELS.index(asked) >= CHECK_LEVELS.index(level)
+        return asked
 
     def state_limit(self, platform: Platform) -> int:
         """How many bytes of state are saved on the current device of `platform`."""

@@ -58,7 +58,7 @@ class RunnerSetup:
         compiled = list({id(module): module for module in modules}.values())
         self.forward = forward
         self.host = host or Host()
-        self.options = options or GraphOptions()
+        self.options = (options or GraphOptions()).of_process()
         self.pool, buffers_device, self.owns_pool = _pool_for(compiled, pool, platform, device)
         if plan is None:
             arguments["compiled"] = compiled
