@@ -26,7 +26,7 @@ from graphrt.trust.checks import NO_INPUTS, Checks, Differing
 from graphrt.trust.reads import ReadSet
 from graphrt.trust.snapshot import StateSnapshot
 from graphrt.trust.trial import Trial
-from graphrt.trust.trials import EagerRuns, StepRuns
+from graphrt.trust.trials import EagerRuns, StepRuns, slots_of, without_inner_graphs
 from graphrt.trust.verdict import TriedGraph, Verdict
 from graphrt.trust.warm_up import WarmedUp, WatchedState
 
@@ -106,17 +106,24 @@ class RunnerChecks(Checks):
         by what they write, at the level `always` also by what they read."""
         setup, padding = executor.graphs.setup, self.padding
         if not padding.rows:
-            return executor.run_unpadded(step)
+            return self._run_alone(executor, step)
         if self.tries_all and setup.host.ranks is None:
             graph = TriedGraph(TrialRecord(step.dispatch.mode, step.dispatch.descriptor))
             runs = EagerRuns(executor, step, padding)
             Trial(runs, graph, None, setup.pool.platform, setup.options).look_at_padding()
             self.ran_forward()
         before = padding.read(padding.first_rows)
-        outputs = executor.run_unpadded(step)
-        padding.note_used(padding.first_rows, before, padding.read(padding.first_rows))
+        outputs = self._run_alone(executor, step)
+        after = padding.read(padding.first_rows)
+        padding.note_used(padding.first_rows, before, after, slots_of(executor, step))
         self.look_at_padding()
         return outputs
+
+    def _run_alone(self, executor: StepExecutor, step: Step) -> Any:
+        """Run an eager step on its live rows. Where our graph must not be replayed, those of
+        runners and wrappers in the forward may be as wrong: they run eagerly too."""
+        has_graph = step.dispatch.reason in (Reason.QUARANTINED, Reason.SETTINGS_CHANGED)
+        return executor.run_unpadded(step, without_inner_graphs if has_graph else None)
 
     def verify(self, executor: StepExecutor, step: Step) -> tuple[Any, Exception | None]:
         # Note the host's changes now: after the trial all changes count as the forward's own.

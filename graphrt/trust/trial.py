@@ -33,7 +33,7 @@ from graphrt.trust.host_watch import described_changes
 from graphrt.trust.places.walk import places_of
 from graphrt.trust.warm_up import WarmedUp
 from graphrt.trust.watching import watch as watching
-from graphrt.trust.watching.padding import PaddingRow, PaddingRows
+from graphrt.trust.watching.padding import PaddingRow, PaddingRows, Slots
 from graphrt.trust.watching.watch import Deviation, Trace, Use, Watch
 from graphrt.trust.watching.writes import storage_of
 
@@ -95,6 +95,8 @@ class TriedStep:
     """Whether its graph has more rows than it has live ones."""
     padding = PaddingRows()
     """The rows that padding writes."""
+    slots: Slots = MappingProxyType({})
+    """The values of its index inputs."""
     is_served = True
     """Whether its live rows are a host's, not an example's, which address scratch memory."""
     together = False
@@ -527,7 +529,8 @@ class Trial:
         if alone is not None and was:
             padding.note_padded(alone.left.padding, padded.left.padding, served=self.step.is_served)
             if self.step.is_served:
-                padding.note_used(padding.rows, was, alone.left.padding)
+                left = alone.left.padding
+                padding.note_used(padding.rows, was, left, self.step.slots)
                 self._note_reads(alone)
         got = padding.conflict()
         if got is not None:

@@ -47,8 +47,20 @@ from graphrt.trust.checks import Checks
 from graphrt.trust.reads import ReadSet
 from graphrt.trust.trial import Rows, Trial, TriedStep
 from graphrt.trust.warm_up import WarmedUp
-from graphrt.trust.watching.padding import PaddingRows
+from graphrt.trust.watching.padding import PaddingRows, Slots
 from graphrt.trust.watching.watch import Watch
+
+
+def slots_of(executor: StepExecutor, step: Step) -> Slots:
+    """The values of a step's index inputs, with the addresses at which graphs read them."""
+    declared = executor.inputs.declared
+    values = declared.check(step.values, None, None) if declared.addresses else {}
+    views = [each.layout.views for each in executor.graphs.steps if each is not None]
+    return {
+        name: (value, frozenset(view[name].data_ptr() for view in views))
+        for name, value in values.items()
+        if declared.specs[name].index
+    }
 
 
 class EagerRuns(TriedStep):
@@ -56,6 +68,7 @@ class EagerRuns(TriedStep):
 
     def __init__(self, executor: StepExecutor, step: Step, padding: PaddingRows) -> None:
         self.forward, self.padding = executor.graphs.setup.forward, padding
+        self.slots = slots_of(executor, step)
         self._executor, self._step = executor, step
 
     def eager(self, watch: Watch, rows: Rows = "padded") -> Any:
@@ -93,6 +106,7 @@ class StepRuns(TriedStep):
         self.forward, self.inputs = graphs.setup.forward, prepared.transaction.fixed
         self.is_padded = padded != live
         self.padding, self.is_served = padding, served
+        self.slots = slots_of(executor, step)
         self.pads = inputs.declared.unused_addresses(step.values)
         self.together = step.agreed or graphs.setup.host.ranks is not None
         self.has_gradients = torch.is_grad_enabled()
@@ -136,6 +150,14 @@ def watched(
     undo.set(guards.side_doors, _TriedParts(watch))
     enter_under_way(undo, watch)
     return watch.around(forward)
+
+
+@undoing
+def without_inner_graphs(forward: Callable[[], Any], undo: Undo) -> Any:
+    """Run the forward; runners and wrappers in it run eagerly, as in a warm-up."""
+    undo.set(warming_up, True)
+    enter_under_way(undo, forward)
+    return forward()
 
 
 class _TriedParts(guards.SideDoors):

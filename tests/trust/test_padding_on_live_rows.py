@@ -551,3 +551,38 @@ def test_at_always_no_wrong_value_goes_unnamed_and_no_spare_row_is_named(seed):
         assert right or said
         assert not (is_spare and said)
     assert said or is_spare
+
+
+# Live tokens of nobody ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["capture", "always"])
+@pytest.mark.parametrize("pad", [0, -1])
+def test_live_tokens_that_an_eager_step_sends_to_the_spare_row_are_no_owner(pad: int, level: str):
+    """A prefix that is cached already, rejected drafts: the host writes them where padding goes."""
+    forward, inputs = by_slots(pad, bias=1.0)
+    options = GraphOptions(check=level)
+    runner = GraphRunner(
+        forward, mode="FULL", sizes=[4], inputs=inputs, options=options, platform="cpu"
+    )
+    runner.capture()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(4):
+            slots, reads = t(pad, pad, pad, 1, 2, 3), t(1, 2, 3, 1, 2, 3)
+            runner(x=x(6), slot=slots, read=reads)
+            runner(x=x(3), slot=t(1, 2, 3), read=t(1, 2, 3))
+            assert runner.last_dispatch.reason.name == "HIT"
+
+
+def test_one_live_token_in_the_row_of_the_padding_is_an_owner():
+    forward, inputs = by_slots(0, bias=1.0)
+    runner = GraphRunner(forward, mode="FULL", sizes=[4], inputs=inputs, platform="cpu")
+    runner.capture()
+    long = {"x": x(6), "slot": t(0, 4, 5, 1, 2, 3), "read": t(0, 4, 5, 1, 2, 3)}
+    decode = {"x": x(3), "slot": t(1, 2, 3), "read": t(1, 2, 3)}
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for step in (long, decode) * 3:
+            runner(**step)
+    assert any("padding writes state" in str(each.message) for each in said)

@@ -21,8 +21,10 @@ from graphrt import (
     GraphMode,
     GraphOptions,
     GraphPool,
+    GraphRunner,
     GraphWrapper,
     HostArg,
+    InputSpec,
     KeyedGraphs,
     Reason,
     UpdatableTask,
@@ -547,3 +549,29 @@ def test_a_trial_puts_back_expanded_views_parameters_and_any_argument(
             assert torch.equal(out, before * 2 + (step + 1) * writes)
     assert [(each.status, each.steps) for each in trials.records] == [("tried", 2)]
     assert torch.equal(given, before) and given.grad_fn is history
+
+
+def test_eager_steps_of_a_runner_in_quarantine_replay_no_wrapper_in_its_forward():
+    """The wrapper has no trials: its graph goes on with the number of its capture."""
+    held = types.SimpleNamespace(scale=1.0)
+    fixed = torch.zeros(4, 4)
+    pool = GraphPool("cpu")
+    inner = wrapper_class("cpu")(
+        lambda x: x * held.scale, "FULL", pool=pool, options=GraphOptions(lazy=True)
+    )
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        fixed.copy_(x)
+        with forward_context("FULL", BatchDescriptor(num_tokens=4, num_reqs=4)):
+            return inner(fixed) + 0
+
+    forward(torch.ones(4, 4))
+    inputs = {"x": InputSpec(torch.float32, ("tokens", 4))}
+    runner = GraphRunner(forward, mode="FULL", sizes=[4], inputs=inputs, platform="cpu")
+    runner.capture()
+    runner(x=torch.ones(4, 4))
+    held.scale = 3.0
+    with pytest.warns(GraphQuarantinedWarning):
+        steps = [runner(x=torch.ones(4, 4)).clone() for _ in range(70)]
+    assert runner.last_dispatch.reason is Reason.QUARANTINED
+    assert torch.equal(steps[-1], torch.full((4, 4), 3.0))

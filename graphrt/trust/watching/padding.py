@@ -6,7 +6,8 @@ one it is a row of a request, which the next padded replay overwrites while that
 1. A warm-up has padding alone. A row that several of its rows write is an address of padding.
 2. A trial of a padded step shows whether padding writes there: masked kernels leave the row alone.
 3. A row is live if a step without padding, or the host, writes something else there, or if results
-   of live rows depend on whether padding has written it.
+   of live rows depend on whether padding has written it. A write does not count where the host has
+   sent live tokens to nobody: by a negative padding value, or several tokens to one row.
 
 A row that padding writes and that is live is a `conflict`. Rows that padding takes by its position
 in the batch are no addresses: `cache[arange(n)]` is right where requests move up.
@@ -17,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
+from typing import TypeAlias
 
 import torch
 
@@ -27,14 +29,19 @@ from graphrt.trust.compare import difference, rounding_of
 from graphrt.trust.watching.writes import Region, SavedWrites
 
 _NO_PADS: Mapping[str, int] = MappingProxyType({})
+Slots: TypeAlias = Mapping[str, tuple[torch.Tensor, frozenset[int]]]
+"""Index input -> its live values in a step, and the addresses of its buffers in graphs."""
+_NO_SLOTS: Slots = MappingProxyType({})
 
 
 class PaddingRow:
     """Rows of one tensor that have the address of padding."""
 
-    def __init__(self, region: Region, name: str) -> None:
+    def __init__(self, region: Region, name: str, source: tuple[int, ...]) -> None:
         self.region = region
         self.name = name
+        self.source = source
+        """The addresses of the integer tensors that the writing operator was given."""
         self.value = region.was
         """The contents that padding left last."""
         self.replaced: torch.Tensor | None = None
@@ -48,6 +55,8 @@ class PaddingRow:
         """Whether the contents reach the next step: scratch memory is overwritten before."""
         # Whether the warm-up has changed the contents; None before these are put back.
         self.warmed_up: bool | None = None
+        self.is_nobodys = False
+        """Whether the host sends live tokens there that belong to nobody, such as rejected ones."""
 
     def is_spoilt(self) -> bool:
         """Whether padding writes elements that live rows use."""
@@ -119,7 +128,7 @@ class PaddingRows:
                     f"padding ({', '.join(used_by) or 'of no integer input'}) writes row "
                     f"{', '.join(map(str, shown))} of {region.use}"
                 )
-                row = PaddingRow(Region(tensor, rows, region.use), name)
+                row = PaddingRow(Region(tensor, rows, region.use), name, region.source)
                 self.rows.append(row)
                 self._first_of.setdefault((region.source, str(numbers)), row)
 
@@ -134,7 +143,8 @@ class PaddingRows:
             now = row.region.was = row.region.read()
             last, row.last = row.last, None
             # All equal: the host has reset the tensor.
-            if last is not None and self._is_observed and not _is_uniform(now):
+            is_known = last is not None and self._is_observed and not row.is_nobodys
+            if last is not None and is_known and not _is_uniform(now):
                 self._note_used(row, last, now)
 
     def end(self, *, padded: bool) -> None:
@@ -163,14 +173,32 @@ class PaddingRows:
         rows: Sequence[PaddingRow],
         before: Sequence[torch.Tensor],
         after: Sequence[torch.Tensor],
+        slots: Slots = _NO_SLOTS,
     ) -> None:
-        """Note that a run without padding has found these contents, and left those."""
+        """Note that a run without padding has found these contents, and left those, with these
+        values of its index inputs."""
 
         def note() -> None:
             for row, was, now in zip(rows, before, after, strict=True):
-                self._note_used(row, was, now)
+                if not row.is_nobodys and self._sends_to_nobody(row, slots):
+                    for each in self.rows:
+                        each.is_nobodys |= each.source == row.source
+                if not row.is_nobodys:
+                    self._note_used(row, was, now)
 
         unseen(note)
+
+    def _sends_to_nobody(self, row: PaddingRow, slots: Slots) -> bool:
+        """Whether live tokens have the address of padding where no request can have it: the host
+        sends them to nobody. A position or a block table, from which the forward computes slots,
+        does not say it."""
+        for name, (values, addresses) in slots.items():
+            pad = self._pads.get(name)
+            if pad is not None and values.dim() == 1 and not addresses.isdisjoint(row.source):
+                sent = int((values == pad).sum())
+                if sent > 1 or (sent and pad < 0):
+                    return True
+        return False
 
     def _note_used(self, row: PaddingRow, before: torch.Tensor, after: torch.Tensor) -> None:
         # An idle rank steps a row of padding: it writes what padding does.
