@@ -202,6 +202,8 @@ class PaddingRows:
 
     def _note_used(self, row: PaddingRow, before: torch.Tensor, after: torch.Tensor) -> None:
         # An idle rank steps a row of padding: it writes what padding does.
+        if after.shape == before.shape and torch.equal(tree.octets(after), tree.octets(before)):
+            return
         changed = _unlike(after, before)
         if changed is not None and _apart(after, row.value):
             self.note_live(row, changed)
