@@ -104,7 +104,7 @@ def test_every_public_callable_is_tried_with_garbage() -> None:
     [
         (
             "GraphRunner",
-            {"close", "release", "report", "seal", "weights_changed"},
+            {"close", "release", "report", "seal", "unwrap", "weights_changed"},
         ),
         (
             "GraphDispatcher",
@@ -119,7 +119,7 @@ def test_every_public_callable_is_tried_with_garbage() -> None:
                 "withdraw_all",
             },
         ),
-        ("GraphOptions", {"state_limit", "to_dict"}),
+        ("GraphOptions", {"of_process", "state_limit", "to_dict"}),
         ("Plan", {"as_dict", "capture_order", "lines", "refuse_less"}),
         ("KeyedGraphs", {"clear_graphs"}),
         (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import queue
 from types import SimpleNamespace
 from typing import Any
@@ -231,18 +230,20 @@ def test_a_tensor_left_by_an_earlier_size_is_refused_without_warm_ups():
     ],
 )
 def test_eager_parts_are_watched_only_in_warm_ups_before_a_piecewise_capture(
-    mode, expected, at_once
+    mode, expected, at_once, tmp_path
 ):
     # To watch them takes as long as they do, and whole graphs capture them like anything else.
-    # As text: what eager parts put into lists is put back after a warm-up.
-    seen = io.StringIO()
+    # In a file: what eager parts put into lists and buffers is put back after a warm-up.
+    seen = tmp_path / "seen"
+    seen.touch()
 
     @eager_break
     def part(x: torch.Tensor) -> torch.Tensor:
         context = current_context()
         if context is not None and warming_up.get():
             assert context.descriptor is not None
-            print(context.descriptor.uniform, in_eager_part.get() is not None, file=seen)
+            with seen.open("a") as file:
+                print(context.descriptor.uniform, in_eager_part.get() is not None, file=file)
         return x + 1
 
     runner = sized_runner(lambda x: part(x * 2) + 1, mode)
@@ -250,7 +251,7 @@ def test_eager_parts_are_watched_only_in_warm_ups_before_a_piecewise_capture(
         runner.capture()
     while not at_once and runner.capture_next().left:
         pass
-    lines = {tuple(line.split()) for line in seen.getvalue().splitlines()}
+    lines = {tuple(line.split()) for line in seen.read_text().splitlines()}
     assert lines == {(str(uniform), str(watched)) for uniform, watched in expected}
 
 

@@ -289,7 +289,7 @@ def test_an_out_of_bounds_index_also_in_the_trace_raises_the_error_of_torch():
 def test_traces_described_without_addresses_differ_by_numbers_and_shapes_alone():
     def described(tensor: torch.Tensor, number: float, *, with_addresses: bool = False) -> Trace:
         trace = traced(lambda: torch.cat([tensor, tensor * number]))
-        return trace.described(with_addresses=with_addresses)
+        return trace.described(with_addresses=with_addresses, scratch=())
 
     first = described(WEIGHT, 2.0)
     assert first == described(OTHER, 2.0)

@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from graphrt.core.base.errors import GraphRTError, InvalidOptionError
+from graphrt.core.base.option_values import shown
 
 
 def read_bounded(path: Path, most_bytes: int) -> str:
@@ -60,7 +61,7 @@ def write_whole(
     except (OSError, TypeError, ValueError) as cause:
         raise error(
             f"{what} cannot be written",
-            got=f"{str(path)[:200]!r} ({cause})"[:500],
+            got=f"{shown(path)} ({cause})"[:500],
             expected="a path in a folder that may be written, of a regular file or of none",
             advice="another path, or make the folder before; a link is never written through",
         ) from cause

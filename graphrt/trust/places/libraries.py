@@ -41,15 +41,13 @@ _NO_STATE = tuple(f"{name}." for name in (
     "imaplib", "lzma", "mailbox", "mmap", "nntplib", "poplib", "queue", "selectors", "shelve",
     "smtplib", "socket", "socketserver", "sqlite3", "ssl", "subprocess", "tarfile", "telnetlib",
     "tempfile", "tkinter", "urllib", "wsgiref", "xmlrpc", "zipfile",
-    # Of torch and its devices: streams, graphs, processes, the compiler, profilers and modes.
-    "torch._C", "torch._dynamo", "torch._export", "torch._functorch", "torch._higher_order_ops",
-    "torch._inductor", "torch._library", "torch._logging", "torch._ops", "torch._subclasses",
+    # Of torch and its devices: streams, graphs, processes, profilers and modes.
     "torch.accelerator", "torch.amp.autocast_mode", "torch.autograd", "torch.compiler",
     "torch.cpu", "torch.cuda", "torch.distributed", "torch.export", "torch.fx", "torch.futures",
     "torch.jit", "torch.library", "torch.mps", "torch.mtia", "torch.multiprocessing", "torch.onnx",
-    "torch.overrides", "torch.package", "torch.profiler", "torch.testing",
-    "torch.utils._python_dispatch", "torch.utils.benchmark", "torch.utils.cpp_extension",
-    "torch.utils.hooks", "torch.utils.tensorboard", "torch.xpu", "torch_npu",
+    "torch.overrides", "torch.package", "torch.profiler", "torch.testing", "torch.utils.benchmark",
+    "torch.utils.cpp_extension", "torch.utils.hooks", "torch.utils.tensorboard", "torch.xpu",
+    "torch_npu",
 ))  # fmt: skip
 
 
@@ -97,4 +95,6 @@ def is_library_class(of: type) -> bool:
 def is_machinery(module: str) -> bool:
     """Whether objects of a library's module are no state of a model: streams, files, loggers. What
     changes in them at each step would cost trials."""
-    return f"{module}.".startswith(("graphrt.", *_NO_STATE))
+    # Private modules of torch are its compiler, its modes and what is written in C.
+    is_private = module.startswith("torch.") and "._" in module
+    return is_private or f"{module}.".startswith(("graphrt.", *_NO_STATE))

@@ -434,11 +434,10 @@ class Walk:
             kind, base = shape.kind, shape.base
             if shape.draws:
                 places.generators.append(value)
-                # Another one in its place draws other numbers.
-                places.slots += [(place, value)] if kind is Kind.SKIPPED else []
             if kind is Kind.PLAIN or (base in (tuple, frozenset) and _is_plain(value, base)):
                 places.numbers.append(place)
             elif kind in _MAY_BE_SKIPPED and _is_skipped(kind, value):
+                # Another generator in its place draws other numbers.
                 if (kind is not Kind.SKIPPED or shape.draws) and place.way is not FIXED:
                     places.code.append((place, value))
             else:
