@@ -253,7 +253,7 @@ class HostWatch:
                 # A tuple never changes: what may change is the slot that holds it.
                 slot, value = slot.holder, slot.holder.get()
             is_told = slot.way in (*_IN_DICTS, LENGTH) and id(slot.holder) in watched
-            is_fixed = slot.way in (slots.FIXED, slots.ARRAY)
+            is_fixed = slot.way in (slots.FIXED, slots.BASE, slots.ARRAY)
             if not (is_fixed or is_told or (skips and self._is_left_out(slot))):
                 untold[id(slot)] = slot, value
         ring = slots.ring_of([*of_reads.values()], [*others.values()])

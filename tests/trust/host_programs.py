@@ -347,6 +347,47 @@ def dataclass_field() -> Change:
     return lambda x: x * config.scale, lambda: setattr(config, "scale", 2.0)
 
 
+@program("dict")
+def global_that_a_default_factory_reads() -> Change:
+    restored("SCALE")
+
+    @dataclasses.dataclass
+    class Config:
+        scale: float = dataclasses.field(default_factory=lambda: SCALE)
+
+    return lambda x: x * Config().scale, lambda: put("SCALE", 2.0)
+
+
+@program("dict")
+def global_that_the_constructor_of_a_base_class_reads() -> Change:
+    restored("SCALE")
+
+    class Base:
+        def __init__(self) -> None:
+            self.scale = SCALE
+
+    class Config(Base):
+        pass
+
+    held = {"of": Config}
+    return lambda x: x * held["of"]().scale, lambda: put("SCALE", 2.0)
+
+
+@program("dict")
+def global_that_a_static_method_of_a_base_class_reads() -> Change:
+    restored("SCALE")
+
+    class Base:
+        @staticmethod
+        def scale() -> float:
+            return SCALE
+
+    class Config(Base):
+        pass
+
+    return lambda x: x * Config.scale(), lambda: put("SCALE", 2.0)
+
+
 @program("glance")
 def dataclass_with_slots() -> Change:
     @dataclasses.dataclass(slots=True)

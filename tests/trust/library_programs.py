@@ -235,6 +235,20 @@ holds(
     "bytearray",
 )
 holds(
+    "glance",
+    lambda: ctypes.pointer(ctypes.c_double(1.0)),
+    lambda held: held.contents.value,
+    lambda held: setattr(held.contents, "value", 3.0),
+    "what a pointer of ctypes leads to",
+)
+holds(
+    "glance",
+    lambda: ctypes.cast((ctypes.c_float * 2)(1.0, 1.0), ctypes.POINTER(ctypes.c_float)),
+    lambda held: held[1],
+    lambda held: held.__setitem__(1, 3.0),
+    "array behind a cast pointer of ctypes",
+)
+holds(
     "dict",
     lambda: argparse.Namespace(scale=1.0),
     lambda held: held.scale,
@@ -433,6 +447,103 @@ def attribute_of_a_module_by_getattr() -> Change:
     )
 
 
+SETTINGS = """
+import types
+
+SCALE = 1.0
+TABLE = {"scale": 1.0}
+config = types.SimpleNamespace(scale=1.0)
+UNREAD = 1.0
+
+def forward(x):
+    return x * SCALE
+"""
+
+
+class HasModule(nn.Module):
+    """A model that keeps a module of a user, and one of a library, as attributes."""
+
+    def __init__(self, settings: types.ModuleType, read: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.settings, self.functional, self.read = settings, nn.functional, read
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.functional.relu(x) * self.read(self.settings)
+
+
+def in_closure(settings: Any, read: Callable[[Any], Any]) -> Callable[..., Any]:
+    return lambda x: x * read(settings)
+
+
+def in_dict(settings: Any, read: Callable[[Any], Any]) -> Callable[..., Any]:
+    held = {"a": settings}
+    return lambda x: x * read(held["a"])
+
+
+def in_default(settings: Any, read: Callable[[Any], Any]) -> Callable[..., Any]:
+    def forward(x: torch.Tensor, held: Any = settings) -> torch.Tensor:
+        product: torch.Tensor = x * read(held)
+        return product
+
+    return forward
+
+
+def in_object(settings: Any, read: Callable[[Any], Any]) -> Callable[..., Any]:
+    held = types.SimpleNamespace(settings=settings)
+    return lambda x: x * read(held.settings)
+
+
+def in_module(settings: Any, read: Callable[[Any], Any]) -> Callable[..., Any]:
+    outer = of_user_module("outer_settings_of_a_test", "")
+    outer.inner = settings  # type: ignore[attr-defined]
+    return lambda x: x * read(outer.inner)
+
+
+def module_held(
+    name: str, seen: str, read: Callable[[Any], Any], change: Callable[[Any], object]
+) -> None:
+    """Programs that hold a user's module as an object."""
+    for hold in (in_closure, in_dict, in_default, in_object, in_module, HasModule):
+
+        def build(hold: Callable[..., Any] = hold) -> Change:
+            settings = of_user_module("settings_of_a_test", SETTINGS)
+            return hold(settings, read), lambda: change(settings)
+
+        PROGRAMS.append(Program(f"{name} of a module {hold.__name__}", seen, build))
+
+
+module_held("number", "dict", lambda m: m.SCALE, lambda m: setattr(m, "SCALE", 3.0))
+module_held("table", "dict", lambda m: m.TABLE["scale"], lambda m: m.TABLE.update(scale=3.0))
+module_held("object", "dict", lambda m: m.config.scale, lambda m: setattr(m.config, "scale", 3.0))
+module_held("function", "dict", lambda m: m.forward(1.0), lambda m: setattr(m, "SCALE", 3.0))
+module_held(
+    "new function", "dict", lambda m: m.forward(1.0), lambda m: setattr(m, "forward", lambda x: 3.0)
+)
+module_held("unread number", "none", lambda m: m.SCALE, lambda m: setattr(m, "UNREAD", 3.0))
+
+
+@program("dict")
+def module_held_that_is_replaced() -> Change:
+    def settings(scale: float) -> types.ModuleType:
+        return of_user_module("settings_of_a_test", f"SCALE = {scale}")
+
+    held = HasModule(settings(1.0), lambda m: m.SCALE)
+    return held, lambda: setattr(held, "settings", settings(3.0))
+
+
+@program("glance")
+def command_line() -> Change:
+    argv = sys.argv
+    sys.argv = [argv[0], "1.0"]
+
+    class Handle:
+        def remove(self) -> None:
+            sys.argv = argv
+
+    HANDLES.append(Handle())
+    return lambda x: x * float(sys.argv[1]), lambda: sys.argv.__setitem__(1, "3.0")
+
+
 # Environment variables ----------------------------------------------------------------------------
 
 
@@ -453,6 +564,16 @@ environment("by its key", lambda: os.environ["SCALE_OF_A_TEST"])
 environment("by get", lambda: os.environ.get("SCALE_OF_A_TEST", "1.0"))
 environment("by getenv", lambda: os.getenv("SCALE_OF_A_TEST", "1.0"))
 environment("that is set later", lambda: os.getenv("SCALE_OF_A_TEST", "1.0"), was=None)
+environment("by a getenv of its own", (lambda held: lambda: held("SCALE_OF_A_TEST"))(os.getenv))
+environment(
+    "by getenv in a dict", (lambda held: lambda: held[0]("SCALE_OF_A_TEST"))({0: os.getenv})
+)
+environment("by a partial", functools.partial(os.getenv, "SCALE_OF_A_TEST"))  # type: ignore[arg-type]
+environment("by expandvars", lambda: os.path.expandvars("$SCALE_OF_A_TEST"))
+environment(
+    "by an expandvars of its own",
+    (lambda held: lambda: held("$SCALE_OF_A_TEST"))(os.path.expandvars),
+)
 environment("by a key that is put together", lambda: os.environ["SCALE_OF_" + "A_TEST".upper()])
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import collections
+import ctypes
 import functools
 import gc
 import sys
 import threading
 import time
+import types
 import weakref
 from typing import Any
 
@@ -262,8 +264,36 @@ def test_the_walk_skips_locks_and_libraries_and_does_not_look_into_generators():
     lock, rng, stream = threading.Lock(), torch.Generator(), torch.nn.functional
     places = places_of(lambda x: (lock, rng, stream, torch, np, sys, gc.collect, torch.relu))
     assert places.numbers == [] and places.tensors == []
-    assert [place.path for place, _ in places.objects] == ["<lambda>.__code__", "closure rng"]
+    found = {place.path for place, _ in places.objects}
+    assert found == {"<lambda>.__code__", "closure stream", "closure rng"}
     assert places.generators == [rng]
+
+
+def test_a_module_that_an_object_holds_is_read_by_the_names_in_code_and_a_library_not_at_all():
+    knobs = types.ModuleType("knobs_of_user")
+    knobs.scale, knobs.unread, knobs.other = 1.0, 2.0, [3.0]
+
+    class Own:
+        def __init__(self) -> None:
+            self.np, self.functional, self.knobs = np, nn.functional, knobs
+
+        def __call__(self, x):
+            return self.functional.relu(x) * self.np.pi * self.read()
+
+        def read(self):
+            return self.knobs.scale
+
+    own = Own()
+    assert paths_of_numbers(own) == ["self.knobs.scale"]
+    # The same names, if the code that spells them is read first.
+    assert paths_of_numbers(lambda x, own=own: own(x)) == ["default own.knobs.scale"]
+
+
+def test_what_a_function_of_ctypes_refers_to_is_not_read():
+    function = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 3)
+    held = ctypes.CDLL(None).abs
+    places = places_of(lambda x: function() * held(2))
+    assert not any("[" in place.path for place, _ in places.slots)
 
 
 def test_methods_that_no_called_code_names_are_not_read():

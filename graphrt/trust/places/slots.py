@@ -421,6 +421,8 @@ def _refill(container: Any, base: Any, items: list[Any]) -> None:
 
 CData: Any = ctypes.c_int.__mro__[2]
 """The base class of all objects of `ctypes`."""
+_C_FUNCTION: Any = ctypes.CFUNCTYPE(None).__mro__[1]
+"""The base class of functions of `ctypes`, which refer to their library."""
 _STREAMS: tuple[Any, ...] = (io.StringIO, io.BytesIO)
 
 
@@ -430,6 +432,14 @@ def size_of(buffer: Any) -> int:
         return ctypes.sizeof(buffer)
     contents = _contents(buffer)
     return len(contents[0]) if type(contents) is tuple else len(contents)
+
+
+def pointed_to(buffer: Any) -> list[Any]:
+    """The objects that an object of `ctypes` keeps alive, as its pointers lead to them."""
+    if not issubclass(type(buffer), CData) or issubclass(type(buffer), _C_FUNCTION):
+        return []
+    kept = vars(CData)["_objects"].__get__(buffer)
+    return [] if kept is None else [kept]
 
 
 def _contents(buffer: Any, key: None = None) -> Any:
@@ -459,6 +469,8 @@ def _set_contents(buffer: Any, key: None, value: Any) -> None:
 
 FIXED = Way(lambda holder, key: holder)
 """The holder itself: nothing but another forward would put something else there."""
+BASE = Way(lambda holder, key: holder)
+"""The same of a base class of some object's class."""
 ITEM = Way(_item, _set_item)
 """A value of a dict: an attribute, a global, a module's parameter."""
 DEFAULT = Way(_item, _set_item)

@@ -45,7 +45,7 @@ from graphrt.trust.places.slots import FIXED, Place, bases_of, name_of, namespac
 Kind = enum.Enum(
     "Kind",
     "PLAIN TENSOR MODULE OBJECT CONTAINER FUNCTION BOUND PARTIAL CLASS DESCRIPTOR PROXY REFERENCE "
-    "CACHED WRAPPER PACKED ARRAY MEMORY SKIPPED",
+    "CACHED WRAPPER PACKED ARRAY MEMORY IMPORTED SKIPPED",
 )
 """How a walk treats an object. It lists PLAIN values, NumPy's ARRAYs, torch's PACKED C++ objects
 and the contents of MEMORY, enters no SKIPPED object, and reads the slots of all others by a method
@@ -103,8 +103,7 @@ _KIND_OF_BASE: tuple[tuple[type, Kind], ...] = (
     (type, Kind.CLASS),
     (torch.nn.Module, Kind.MODULE),
     (functools.partial, Kind.PARTIAL),
-    # Of a module only the globals that code names are read: see `_globals`.
-    (types.ModuleType, Kind.SKIPPED),
+    (types.ModuleType, Kind.IMPORTED),
     (weakref.ref, Kind.REFERENCE),
     (staticmethod, Kind.DESCRIPTOR),
     (classmethod, Kind.DESCRIPTOR),
@@ -257,7 +256,7 @@ _LEAVES = (Kind.ARRAY, Kind.PACKED)
 """Kinds that are listed and have no slots to read."""
 _CODE = (Kind.FUNCTION, Kind.CLASS, Kind.BOUND, Kind.DESCRIPTOR, Kind.CACHED)
 """Kinds that lead to code, each one hop away from the code that names it: see `_MOST_HOPS`."""
-_MAY_BE_SKIPPED = (Kind.SKIPPED, Kind.CLASS, Kind.BOUND)
+_MAY_BE_SKIPPED = (Kind.SKIPPED, Kind.CLASS, Kind.BOUND, Kind.IMPORTED)
 """Kinds of objects that `_is_skipped` is asked about."""
 _NO_OUTLINE = (types.FunctionType, threading.local)
 """Types left out of `Places.outline`: a function's class cannot change, and a `threading.local` has
@@ -267,7 +266,12 @@ _ONLY_IF_NAMED = frozenset(("__init__", "__new__", "__repr__", "__del__", "__pos
 """Special methods that are read only if some code names them; other special methods always are, as
 Python runs them unnamed."""
 
-_ENVIRONMENT = frozenset(("environ", "environb", "getenv", "getenvb"))
+_CONSTRUCTORS = ("__new__", "__init__", "__post_init__")
+"""Of these, the methods that make an object of a class: read if something holds the class."""
+
+_ENVIRONMENT = frozenset((
+    "environ", "environb", "getenv", "getenvb", "expandvars", "expanduser",
+))  # fmt: skip
 """Names by which code reads environment variables."""
 _LOOK_UP = frozenset(("globals", "modules", "import_module", "__import__"))
 """Names by which code looks up modules and globals by texts. Not `getattr`: libraries ask by it for
@@ -353,7 +357,7 @@ class Places:
     @property
     def objects(self) -> Slots:
         """The slots, but those of tensors, in which another object may be at another time."""
-        changing = [each for each in self.slots if each[0].way is not FIXED]
+        changing = [each for each in self.slots if each[0].way not in (FIXED, slots.BASE)]
         return [*self.code, *changing, *self.packed]
 
 
@@ -404,6 +408,12 @@ class Walk:
         self._queued: set[int] = set()
         # Names in code that was read; and, by name, the methods that no such code names yet.
         self._names_read = {"forward"}
+        # The same with names in code too far away to lead to more code.
+        self._names_spelled = set[str]()
+        # Ids of classes of which code may make objects.
+        self._made: set[int] = set()
+        # Modules of users that some object holds, by id: the place and the globals of each.
+        self._imported_modules: dict[int, tuple[Place, dict[str, Any]]] = {}
         self._waiting_methods: dict[str, Slots] = {}
         # What `_globals` has done: one name in some globals (by id), or all names of one function
         # in a module.
@@ -432,6 +442,8 @@ class Walk:
             self._slots_left -= 1
             shape = shapes[type(value)]
             kind, base = shape.kind, shape.base
+            if kind is Kind.CLASS and place.way is not slots.TYPE and place.way is not slots.BASE:
+                self._may_be_made(value, place)
             if shape.draws:
                 places.generators.append(value)
             if kind is Kind.PLAIN or (base in (tuple, frozenset) and _is_plain(value, base)):
@@ -483,7 +495,8 @@ class Walk:
                 attributes.append((slot, each))
         class_place = Place(place, ".__class__", slots.TYPE, value)
         for base in shape.users:
-            slot = class_place if base is type(value) else Place(place, name_of(base), FIXED, base)
+            is_own = base is type(value)
+            slot = class_place if is_own else Place(place, name_of(base), slots.BASE, base)
             attributes.append((slot, base))
         if type(value) not in _NO_OUTLINE:
             self.places.outline.append((class_place, type(value)))
@@ -557,7 +570,8 @@ class Walk:
         size = slots.size_of(value)
         if size <= _MOST_PLAIN:
             self.places.numbers.append(Place(place, " (contents)", slots.BUFFER, value))
-        return self._attributes(value, place, shape)
+        # A pointer refers to objects; so does a structure or an array that holds one.
+        return _fixed(place, slots.pointed_to(value)) + self._attributes(value, place, shape)
 
     def _proxied(self, value: Any, place: Place, shape: Shape) -> Slots:
         """The dict behind a mapping proxy, whose own methods would run those of a user's
@@ -589,7 +603,11 @@ class Walk:
             if not library or self._shapes[type(each)].kind is not Kind.PLAIN:
                 variables.append((slot, each))
         variables += self._attributes(value, place, shape)
+        names = _names_in(code)
         if library:
+            # `getenv = os.getenv`: code that calls it need not name what it reads.
+            if value.__globals__ is vars(os) or value.__globals__ is vars(os.path):
+                self._state_of_python(place, names)
             return variables
         slot = Place(place, ".__code__", slots.FIELD, value, _FUNCTION["__code__"])
         self.places.code.append((slot, code))
@@ -607,15 +625,39 @@ class Walk:
             slot = Place(place, f"{separator}default {name}", slots.ITEM, keyword_defaults, name)
             variables.append((slot, each))
         self.take(variables)
-        names = _names_in(code)
         self._read_waiting(names)
         self._globals(place, value.__globals__, names)
-        if not names.isdisjoint(_ENVIRONMENT):
-            self.take([(Place(place, "os.environ", FIXED, os.environ), os.environ)])
+        self._state_of_python(place, names)
         return []
 
+    def _state_of_python(self, place: Place, names: set[str]) -> None:
+        """Environment variables and the command line, if the `names` in code tell of them."""
+        if not names.isdisjoint(_ENVIRONMENT):
+            self.take([(Place(place, "os.environ", FIXED, os.environ), os.environ)])
+        if "argv" in names:
+            self.take([(Place(place, "sys.argv", slots.ITEM, vars(sys), "argv"), sys.argv)])
+
+    def _imported(self, value: Any, place: Place, shape: Shape) -> Slots:
+        """A user's module that is held as an object: what some code names, whichever it is."""
+        held = slots.module_globals(value)
+        self._imported_modules[id(value)] = place, held
+        self._named_in_module(place, held, self._names_spelled)
+        return []
+
+    def _named_in_module(self, place: Place, held: dict[str, Any], names: set[str]) -> None:
+        """Take the `names` that are in the module at `place`, whose globals are `held`."""
+        prefix = f"{held.get('__name__')}."
+        self.places.named.setdefault(id(held), (held, set(), prefix))[1].update(names)
+        for name in sorted(names & held.keys()):
+            self._take_named(Place(place, f".{name}", slots.ITEM, held, name), held.get(name))
+
     def _read_waiting(self, names: set[str]) -> None:
-        """Code that was read names `names`: read the methods that waited for one of these."""
+        """Code that was read names `names`: read the methods that waited for one of these, and what
+        modules have by these names."""
+        new = names - self._names_spelled
+        self._names_spelled |= new
+        for place, held in [*self._imported_modules.values()] if new else ():
+            self._named_in_module(place, held, new)
         if self._hops >= _MOST_HOPS:
             return
         self._names_read |= names
@@ -680,6 +722,22 @@ class Walk:
                 self._waiting_methods.setdefault(name, []).append((slot, each))
         return values
 
+    def _may_be_made(self, value: Any, place: Place) -> None:
+        """Something holds a class, so code may make objects of it: read what runs then."""
+        # Few forwards make modules, and each layer's code names its own. `super()` has `__class__`.
+        if issubclass(value, torch.nn.Module) or place.label.endswith("closure __class__"):
+            return
+        for base in () if id(value) in self._made else bases_of(value):
+            if id(base) in self._made or is_library_class(base):
+                continue
+            self._made.add(id(base))
+            if base is not value:
+                self.take([(Place(place, name_of(base), slots.BASE, base), base)])
+            for name in _CONSTRUCTORS:
+                if (each := namespace_of(base).get(name)) is not None:
+                    label = f"{name_of(base)}.{name}"
+                    self._method(Place(place, label, slots.CLASS_ATTRIBUTE, base, name), each)
+
     def _method(self, place: Place, value: Any) -> None:
         """Take a method of a class that code names."""
         self.places.code.append((place, value))
@@ -709,11 +767,15 @@ def _fixed(place: Place, values: Iterable[Any], label: str = "") -> Slots:
 
 
 def _is_skipped(kind: Kind, value: Any) -> bool:
-    """Whether an object of such a kind is not entered: a library's class, a function in C."""
+    """Whether an object of such a kind is not entered: a library's class or module, a function in
+    C."""
     if kind is Kind.CLASS:
         return is_library_class(value)
     if kind is Kind.BOUND:
         return value.__self__ is None or type(value.__self__) is types.ModuleType
+    if kind is Kind.IMPORTED:
+        held = slots.module_globals(value)
+        return is_library(str(held.get("__name__")), held)
     return True
 
 
@@ -770,6 +832,7 @@ _READERS: dict[Kind, Callable[[Walk, Any, Place, Shape], Slots]] = {
     Kind.WRAPPER: Walk._unwrapped,
     Kind.PROXY: Walk._proxied,
     Kind.MEMORY: Walk._memory,
+    Kind.IMPORTED: Walk._imported,
     Kind.FUNCTION: Walk._function,
     Kind.BOUND: Walk._bound,
     Kind.PARTIAL: Walk._partial,
