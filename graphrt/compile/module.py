@@ -344,10 +344,11 @@ class CompiledModule:
     def _may_run_uncompiled(self, context: ForwardContext, error: RetraceError) -> bool:
         """Whether the module may run uncompiled in a step that its code does not fit.
 
-        It may in a trial's run without padding, as the forward may branch on that size, and in an
-        eager step of a sealed module that has changed since it was compiled.
+        It may in a trial's run without padding, as the forward may branch on that size, in a step
+        in quarantine, and in an eager step of a sealed module that has changed since it was
+        compiled.
         """
-        # A live batch: this is a trial's run, and no warm-up of a capture.
+        # A live batch: this is a trial's run or a step, and no warm-up of a capture.
         if error.of_sizes and context.live is not None and warming_up.get():
             return True
         if not (error.of_module and self._sealed) or context.capture is not None:

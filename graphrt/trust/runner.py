@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Collection, Hashable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -194,7 +194,7 @@ class RunnerChecks(Checks):
         record = self.graph_to_try(dispatch).record
         is_first = verdict.failure is None and not record.steps
         # Memory that the graph's nodes point to, and that no operator has shown, is read too.
-        if is_first and self.reads.keep_touched(self._unknown(graphs, [record.descriptor])):
+        if is_first and self.reads.keep_touched(self.unknown_memory(graphs, [record.descriptor])):
             self.glances.aim()
         self.tried(dispatch.slot, verdict, differing)
 
@@ -225,7 +225,7 @@ class RunnerChecks(Checks):
             reads=reads.table(),
             trials=trials,
             protected=tuple(reads.protected),
-            unknown=self._unknown(graphs, tried) if tried else None,
+            unknown=self.unknown_memory(graphs, tried) if tried else None,
             watched=reads.host.watched,
             # A step glances at a few places only; after `rounds` steps each had its turn.
             glance_steps=reads.rounds,
@@ -233,10 +233,12 @@ class RunnerChecks(Checks):
             harmless=tuple(self.harmless),
         )
 
-    def _unknown(self, graphs: GraphTable, only: Iterable[BatchDescriptor]) -> UnknownMemory | None:
-        """Memory that nodes of the graphs of these descriptors may touch and nobody has named: see
-        `ReadSet`. None if there are no graphs."""
+    def unknown_memory(
+        self, graphs: GraphTable, only: Collection[BatchDescriptor] | None = None
+    ) -> UnknownMemory | None:
+        """Memory that nodes of the graphs, with `only` those of these descriptors, may touch and
+        nobody has named: see `ReadSet`. None if there are no graphs."""
         if not graphs.records:
             return None
-        entries, tensors = graphs.entries([*only]), graphs.own_tensors()
+        entries, tensors = graphs.entries(only), graphs.own_tensors()
         return self.reads.unknown_memory(entries, graphs.setup.pool, tensors)

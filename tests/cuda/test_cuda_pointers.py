@@ -66,7 +66,7 @@ def captured_runner(forward, dtype=torch.float32, **options):
 
 
 def unknown_of(runner):
-    unknown = runner.graphs.unknown_memory()
+    unknown = runner.graphs.checks.unknown_memory(runner.graphs)
     print(f"{len(unknown.blocks)} unknown blocks, {unknown.unread} unread nodes", *unknown.blocks)
     return unknown
 

@@ -302,7 +302,8 @@ def pointing_runner(forward, **options):
 
 
 def unknown_of(runner):
-    return runner.graphs.unknown_memory()
+    checks = runner.graphs.checks
+    return checks.unknown_memory(runner.graphs) if checks.on else runner.report().trust.unknown
 
 
 def test_memory_that_neither_warm_ups_nor_inputs_used_is_reported_by_name():
@@ -317,7 +318,7 @@ def test_memory_that_neither_warm_ups_nor_inputs_used_is_reported_by_name():
         assert "TABLE" in unknown[TABLE.data_ptr()].name
         assert unknown[stranger.data_ptr()][1:] == (28, 2, "")
         largest = [runner.graphs.records[0].descriptor]
-        some = runner.graphs.unknown_memory(largest)
+        some = runner.graphs.checks.unknown_memory(runner.graphs, largest)
         assert {each.nodes for each in some.blocks} == {1}
 
 

@@ -36,7 +36,7 @@ from graphrt.compile.trace.sizes import value_of
 from graphrt.core.replay.recording import frozen_gc
 
 _TENSOR = torch.Tensor
-_WATCHING = ("graphrt.core.", "graphrt.compile.")
+_WATCHING = ("graphrt.core.", "graphrt.trust.", "graphrt.compile.")
 
 
 class CalledSources:
