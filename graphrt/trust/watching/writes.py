@@ -117,8 +117,9 @@ class Region:
                 # Negative ones count from the end, as in `index_put_`.
                 linear = linear * size + index.to(linear.device) % size
                 dims.append((dim, size))
-            numbers, counts = torch.unique(linear, return_counts=True)
-            numbers, at = numbers[counts > 1], [*self.rows.at]
+            # On the host: a few numbers, and not every device has the operator.
+            numbers, counts = torch.unique(linear.to("cpu"), return_counts=True)
+            numbers, at = numbers[counts > 1].to(linear.device), [*self.rows.at]
             for dim, size in reversed(dims):
                 at[dim], numbers = numbers % size, numbers // size
             return Rows(tuple(at)) if len(numbers) else None
