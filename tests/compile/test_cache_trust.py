@@ -186,6 +186,17 @@ def test_a_symbolic_link_to_the_cache_is_followed_and_its_target_checked(
     assert not pieces and "above may be written by others" in told
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_a_link_of_another_user_in_the_path_of_the_cache_is_refused(root: Path, tmp_path: Path):
+    """Its owner may turn it while a piece is written, and have code of theirs packed."""
+    link = tmp_path / "link"
+    link.symlink_to(root.parent)
+    os.chown(link, 12345, -1, follow_symlinks=False)
+    pieces, told = loaded(link / "cache")
+    assert not pieces
+    assert "belongs to user 12345" in told
+
+
 def test_a_named_pipe_in_the_cache_is_refused_without_blocking(root: Path):
     path = places(root)["file"]
     path.unlink()

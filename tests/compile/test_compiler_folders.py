@@ -219,3 +219,29 @@ def test_nothing_of_another_users_folder_gets_into_compiled_code(folder: Path, t
         torch.testing.assert_close(compiled(x), x.sin() * 2)
     assert sorted(folder.rglob("*")) == before
     assert list((tmp_path / "cache").rglob("*.piece"))
+
+
+@only_root
+def test_a_link_of_another_user_to_a_folder_of_ours_is_refused(folder: Path):
+    """Its owner may turn it to another folder after the check: headers went through it."""
+    ours = folder.rename(folder.with_name("ours"))
+    folder.symlink_to(ours)
+    os.chown(folder, OTHER_USER, -1, follow_symlinks=False)
+    instead, headers, told = used()
+    assert is_private(instead)
+    assert not headers
+    assert f"belongs to user {OTHER_USER}" in told
+
+
+@only_root
+def test_a_link_of_ours_where_another_user_may_replace_it_is_refused(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    os.chown(theirs, OTHER_USER, -1)
+    (theirs / "link").symlink_to(folder)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(theirs / "link"))
+    instead, _, told = used()
+    assert is_private(instead)
+    assert f"{theirs} belongs to user {OTHER_USER}" in told

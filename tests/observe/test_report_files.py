@@ -241,3 +241,16 @@ def test_a_path_that_no_file_can_have_is_refused(path: Any) -> None:
     for write in writers(planted_runner()).values():
         with pytest.raises((GraphRTError, TypeError)):
             write(path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_a_file_has_no_rights_of_another_users_file_that_it_replaces(tmp_path: Path) -> None:
+    """Else a report of ours would run as us, or be anybody's to write."""
+    target = tmp_path / "report.json"
+    target.write_text("theirs")
+    os.chown(target, 12345, -1)
+    target.chmod(0o4777)
+    planted_runner().report().save(target)
+    status = target.stat()
+    assert status.st_uid == os.geteuid()
+    assert not status.st_mode & (stat.S_ISUID | stat.S_IWGRP | stat.S_IWOTH)

@@ -15,6 +15,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+_MOST_LINKS = 40
+"""In one path, as Linux has it."""
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _OTHERS_ENTER = stat.S_IXGRP | stat.S_IXOTH
 _CAN_CHECK = os.open in os.supports_dir_fd
@@ -41,12 +43,13 @@ def opened(root: Path, *below: str) -> Iterator[int | None]:
     """A descriptor of the directory `below` in `root`, which only this user and root may change;
     None if there is no such directory, and only they may make it.
 
-    Links in the path of `root` are followed first, and their targets are checked; below `root`
-    links are refused. Raises `RefusedError`, and other `OSError` where it cannot be opened.
+    Links in the path of `root` are followed first, if nobody else can turn them (`resolved`), and
+    their targets are checked; below `root` links are refused. Raises `RefusedError`, and other
+    `OSError` where it cannot be opened.
     """
     if not _CAN_CHECK:
         raise RefusedError("this system does not tell who may write a directory that is open")
-    real = Path(os.path.realpath(root))
+    real = resolved(root)
     names = (*real.parts[1:], *below)
     path = Path(real.anchor)
     with contextlib.ExitStack() as stack:
@@ -63,6 +66,37 @@ def opened(root: Path, *below: str) -> Iterator[int | None]:
             stack.callback(os.close, descriptor)
             _check_owner(os.fstat(descriptor), path, above=depth < len(names) - len(below) - 1)
         yield descriptor
+
+
+def resolved(path: Path) -> Path:
+    """The path without links. Raises `RefusedError` for a link that belongs to another user, or is
+    in a directory where another user may replace it: once checked, it could lead elsewhere."""
+    left = [*reversed(Path.cwd().joinpath(path).parts[1:])]
+    real, links = Path(Path.cwd().anchor), 0
+    while left:
+        name = left.pop()
+        if name == "..":
+            real = real.parent
+            continue
+        each = real / name
+        try:
+            status = os.lstat(each)
+        except (FileNotFoundError, NotADirectoryError):
+            return each.joinpath(*reversed(left))
+        if not stat.S_ISLNK(status.st_mode):
+            real = each
+            continue
+        links += 1
+        if links > _MOST_LINKS:
+            raise RefusedError(f"{path} has more than {_MOST_LINKS} symbolic links")
+        _check_user(status, each)
+        for above in (real, *real.parents):
+            _check_owner(os.lstat(above), above, above=True)
+        target = Path(os.readlink(each))
+        if target.is_absolute():
+            real = Path(target.anchor)
+        left += reversed(target.parts[1:] if target.is_absolute() else target.parts)
+    return real
 
 
 def check_tree(root: Path, *, below: bool = True) -> None:

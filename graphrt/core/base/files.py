@@ -38,22 +38,25 @@ def write_whole(
     """Write text to a file, whole or not at all, and through no link.
 
     The text goes to a new file of a random name in the same folder, which then takes the place of
-    `path`. Raises `error` if `path` is a link or no regular file, or cannot be written; `what` says
-    what was to be written.
+    `path`, with the rights of a file of ours that was there. Links in the folder's path are
+    followed. Raises `error` if `path` is a link or no regular file, or cannot be written; `what`
+    says what was to be written.
     """
     try:
         target = Path(path)
-        mode = None
+        status = None
         with suppress(FileNotFoundError):
-            mode = target.lstat().st_mode
-        if mode is not None and not stat.S_ISREG(mode):
-            raise OSError(errno.EINVAL, "a link" if stat.S_ISLNK(mode) else "no regular file")
+            status = target.lstat()
+        if status is not None and not stat.S_ISREG(status.st_mode):
+            is_link = stat.S_ISLNK(status.st_mode)
+            raise OSError(errno.EINVAL, "a link" if is_link else "no regular file")
         beside = target.with_name(f".graphrt-{secrets.token_hex(8)}")
         try:
             # "x" makes a file, or fails: a link that is there already is not followed.
             with beside.open("x", encoding="utf-8") as file:
-                if mode is not None:
-                    os.chmod(file.fileno(), stat.S_IMODE(mode))
+                # Of another user's file the mode may be anything, such as one that runs as us.
+                if status is not None and status.st_uid == os.geteuid():
+                    os.chmod(file.fileno(), status.st_mode & 0o777)
                 file.write(text)
             beside.replace(target)
         finally:
