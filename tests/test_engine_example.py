@@ -222,6 +222,31 @@ def test_a_token_outside_of_the_vocabulary_is_refused_and_other_requests_go_on(
     assert good.generated == plain_tokens(model, PROMPTS[0], Sampling(6))
 
 
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"max_tokens": 2.5},
+        {"max_tokens": float("nan")},
+        {"temperature": None},
+        {"temperature": "x"},
+        {"temperature": float("nan")},
+        {"seed": 0.5},
+        {"eos_ids": None},
+        {"eos_ids": 5},
+    ],
+)
+def test_a_request_with_odd_sampling_is_refused_and_other_requests_go_on(
+    model: Decoder, odd: dict[str, object]
+):
+    with Engine(model, replace(LIMITS, mode="NONE", draft_tokens=0)) as engine:
+        good = engine.submit(PROMPTS[0], Sampling(4))
+        with pytest.raises(RequestError, match="cannot be served"):
+            engine.submit(PROMPTS[1], Sampling(**{"max_tokens": 4, **odd}))
+        while engine.busy:
+            engine.step()
+    assert good.generated == plain_tokens(model, PROMPTS[0], Sampling(4))
+
+
 def test_a_seed_of_any_size_ends_no_step(model: Decoder):
     sampling = Sampling(3, temperature=1.0, seed=2**70)
     with Engine(model, replace(LIMITS, mode="NONE", draft_tokens=0)) as engine:

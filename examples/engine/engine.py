@@ -81,6 +81,15 @@ class Engine:
     def _request(self, prompt: Sequence[int], sampling: Sampling) -> Request:
         """A request that can be served to its end: an error in a step would end all of them."""
         vocab, limit = self.model.model.config.vocab_size, self.config.max_len
+        numbers, heat = (sampling.max_tokens, sampling.seed), sampling.temperature
+        # NaN is not equal to itself.
+        valid = all(isinstance(each, Integral) for each in numbers) and heat == heat
+        valid &= isinstance(heat, (int, float)) and isinstance(sampling.eos_ids, (set, frozenset))
+        if not valid:
+            raise RequestError(
+                f"{sampling} cannot be served: max_tokens and seed are integers, temperature is a "
+                "number, eos_ids a set of tokens"
+            )
         if not prompt or sampling.max_tokens < 1:
             raise RequestError("a request has a prompt, and asks for a token at least")
         if len(prompt) + sampling.max_tokens > limit:

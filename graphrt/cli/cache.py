@@ -100,7 +100,7 @@ def rm(
     from graphrt.compile.cache.entry import default_directory
     from graphrt.compile.cache.listing import find_key, remove, stored_keys
     from graphrt.core.base.errors import InvalidOptionError
-    from graphrt.core.base.texts import size_text
+    from graphrt.core.base.texts import printable, size_text
 
     where = directory or default_directory()
     if bool(keys) == every:
@@ -115,7 +115,7 @@ def rm(
     for each in entries.values():
         print(f"{each.name}  {size_text(each.size_bytes)}")
     if entries and not yes:
-        typer.confirm(f"Remove from {where}?", abort=True)
+        typer.confirm(f"Remove from {printable(str(where))}?", abort=True)
     remove(entries.values())
     print(f"{len(entries)} removed")
 
@@ -200,9 +200,14 @@ def _table(*columns: str) -> Table:
 def _row(table: Table, *cells: str) -> None:
     from rich.text import Text
 
-    # As plain text: rich would read a list in a setting as markup.
-    table.add_row(*map(Text, cells))
+    from graphrt.core.base.texts import printable
+
+    # As plain text: rich would read a list in a setting as markup, and lets names of files through
+    # that rename a terminal's window.
+    table.add_row(*(Text(printable(cell)) for cell in cells))
 
 
 def _say(console: Console, line: str) -> None:
-    console.print(line, markup=False, highlight=False, soft_wrap=True)
+    from graphrt.core.base.texts import printable
+
+    console.print(printable(line), markup=False, highlight=False, soft_wrap=True)

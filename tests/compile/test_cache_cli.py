@@ -155,3 +155,14 @@ def test_sizes_and_ages_are_printed_in_readable_units():
         "2 h",
         "2 d",
     ]
+
+
+def test_names_of_files_reach_a_terminal_without_control_characters(directory: Path):
+    """Whoever may write the folder would rename the window of whoever lists it."""
+    rank = directory / name_of(b"one") / "rank_0"
+    (rank / "piece_0.piece").rename(rank / "piece\x1b]0;owned\x07.piece")
+    rank.rename(rank.with_name("rank_\x1b]0;owned\x07"))
+    for arguments in (["ls"], ["show", name_of(b"one")]):
+        text = run(*arguments)
+        assert "\x1b" not in text
+        assert "\x07" not in text

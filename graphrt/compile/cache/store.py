@@ -22,7 +22,7 @@ from pathlib import Path
 from graphrt.compile.cache.permissions import opened, read_file
 from graphrt.core.base.errors import InvalidOptionError
 from graphrt.core.base.homes import public
-from graphrt.core.base.texts import size_text
+from graphrt.core.base.texts import printable, size_text
 
 MAGIC = "graphrt compile cache 2"
 KEY_FILE = "key.json"
@@ -139,4 +139,4 @@ class CompileCacheWarning(UserWarning):
 
 def warn(message: str) -> None:
     """Warn about a piece or a directory; the process goes on without it."""
-    warnings.warn(message, CompileCacheWarning, stacklevel=3)
+    warnings.warn(printable(message), CompileCacheWarning, stacklevel=3)
