@@ -101,6 +101,8 @@ def _dicts_in(place: Place, value: Any, shape: Shape) -> list[_Dict]:
     of a module what it has registered; of a class its own."""
     if shape.kind is Kind.CLASS:
         return [_Dict(value, None, None, f"{slots.name_of(value)}.")]
+    if shape.kind is Kind.WRAPPER and not shape.users:
+        return []  # graphrt's own: a compiled module that is sealed is no change of the host's
     dicts: list[_Dict] = []
     if shape.base is dict:
         dicts.append(_Dict(value, None, place, "", True))
