@@ -163,7 +163,7 @@ class Batch(_Fields):
 
     The counts are ints, or integers of NumPy or in tensors, which become ints here. Raises
     `InvalidBatchError` for others. Counts that no int64 holds are refused where the batch is used
-    (a check here would make each batch a tenth slower). What the rest holds is looked at when it
+    (a check here would make each batch a fifth slower). What the rest holds is looked at when it
     is dispatched, but not where an equal batch was: one of `bounds=(512.0,)` has the answer of
     `(512,)`.
     """
