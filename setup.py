@@ -38,6 +38,8 @@ def _native() -> Extension:
         define_macros=[
             (name, f'"{value}"') for name, value in known["fingerprints"](package).items()
         ],
+        # Python's own flags may ask for debug symbols, which are most of the file.
+        extra_compile_args=["-g0"] if os.name == "posix" else [],
         optional=_ASKED != "1",
     )
 

@@ -96,7 +96,7 @@ def test_plan_with_explicit_sizes_plans_only_those_sizes():
 
 def test_plan_settings_given_with_c_reach_the_options():
     plan = json.loads(run("plan", "-c", "mode=FULL", "-c", "sizes=[1,2]", "--json"))
-    assert (plan["mode"], plan["sizes"]["mixed"]) == ("FULL", [1, 2])
+    assert (plan["mode"], plan["sizes"]["general"]) == ("FULL", [1, 2])
 
 
 NPU = ["plan", "--platform", "ascend"]

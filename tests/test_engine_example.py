@@ -205,7 +205,7 @@ def test_contradictory_engine_limits_are_refused(model: Decoder):
         Engine(model, LIMITS, seeded(replace(SHAPE, vocab_size=128)))
 
 
-@pytest.mark.parametrize("token", [256, -1, 2**70, 1.5, "a", None])
+@pytest.mark.parametrize("token", [256, -1, 2**70, 1.5, "a", None, True, False])
 def test_a_token_outside_of_the_vocabulary_is_refused_and_other_requests_go_on(
     model: Decoder, token: object
 ):
@@ -226,6 +226,8 @@ def test_a_token_outside_of_the_vocabulary_is_refused_and_other_requests_go_on(
     "odd",
     [
         {"max_tokens": 2.5},
+        {"max_tokens": True},
+        {"seed": False},
         {"max_tokens": float("nan")},
         {"temperature": None},
         {"temperature": "x"},

@@ -25,7 +25,7 @@ import torch
 from graphrt._runner import GraphRunner
 from graphrt.core.base.errors import InvalidOptionError
 from graphrt.core.base.files import write_whole
-from graphrt.core.base.option_values import check_kind, count_of
+from graphrt.core.base.option_values import check_kind, count_of, refused
 from graphrt.core.base.texts import counted
 from graphrt.core.runner.report import RunnerReport
 from graphrt.observe.findings import Finding, findings_of
@@ -66,7 +66,11 @@ class Trace(AbstractContextManager["Trace"]):
         most_steps: int = MOST_STEPS,
         nvtx: bool = False,
     ) -> None:
-        self.path = Path(path)
+        try:
+            self.path = Path(path)
+        except TypeError as error:
+            advice = 'trace("trace.json", runner)'
+            raise refused("a trace needs a path", path, "a str or a path", advice) from error
         self._runners = tuple(runners)
         if not self._runners:
             raise InvalidOptionError(

@@ -133,6 +133,17 @@ def test_explain_accepts_a_factory_target_and_prints_json():
         ([f"{HERE}plain", "--input", "x=float32[\u00b2]"], "--input says"),
         ([f"{HERE}plain", "--input", f"x=float32[{'9' * 5000}]"], "--input|shape"),
         ([f"{HERE}plain", "--input", "x=quint8[tokens]"], "wrong dtype"),
+        (
+            [f"{HERE}plain", "--input", "x=float8_e4m3fn[tokens,8]"],
+            "fails on such inputs(.|\n)*plain",
+        ),
+        (
+            [f"{HERE}plain", "--input", "x=float32[tokens,7]"],
+            "fails on such inputs(.|\n)*RuntimeError",
+        ),
+        ([f"{HERE}made", "--made", "--input", "input=float8_e8m0fnu[tokens,8]"], "fails on such"),
+        ([".x:f", "--input", INPUT], "no such forward"),
+        (["..:f", "--input", INPUT], "no such forward"),
     ],
 )
 def test_explain_refuses_invalid_targets_and_inputs_by_name(arguments, what):

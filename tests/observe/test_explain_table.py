@@ -196,7 +196,7 @@ def test_the_explained_code_keeps_the_padding_options_of_inputs():
     )
     assert "InputSpec(torch.int64, ('reqs',), pad=-1, index=True)" in explanation.code
     assert "InputSpec(torch.int64, ('reqs+1',), pad='repeat')" in explanation.code
-    assert runner_of(explanation, shifted).plan.sizes.mixed == (4,)
+    assert runner_of(explanation, shifted).plan.sizes.general == (4,)
 
 
 def runner_of(explanation: Explanation, forward: Callable[..., Any]) -> Any:

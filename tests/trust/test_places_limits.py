@@ -296,6 +296,13 @@ def test_what_a_function_of_ctypes_refers_to_is_not_read():
     assert not any("[" in place.path for place, _ in places.slots)
 
 
+def test_the_walk_does_not_look_into_operators_whose_caches_calls_fill():
+    operator = torch.ops.aten.relu
+    assert paths_of_numbers(lambda x: (operator, operator.default)) == []
+    places = places_of(types.SimpleNamespace(of=operator, overload=operator.default))
+    assert places.containers == [] and places.numbers == []
+
+
 def test_methods_that_no_called_code_names_are_not_read():
     class Own:
         def __call__(self, x):

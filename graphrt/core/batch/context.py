@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 from graphrt.core.base.errors import InvalidOptionError
 from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import check_callable, check_kind
-from graphrt.core.batch.descriptor import Batch, BatchDescriptor
+from graphrt.core.batch.descriptor import Batch, BatchDescriptor, checked_batch
 from graphrt.core.batch.modes import GraphMode
 
 P = ParamSpec("P")
@@ -206,8 +206,11 @@ def forward_context(
     `dispatcher` is the `GraphDispatcher` that found the graph, which counts the step anew where a
     wrapper cannot replay it (`GraphDispatcher.step` makes such a context). `live` is the batch that
     is served: updates of tasks that leave out some of its requests are refused then.
-    Raises `InvalidModeError` unless `mode` is NONE, PIECEWISE or FULL, and `InvalidOptionError`.
+    Raises `InvalidModeError` unless `mode` is NONE, PIECEWISE or FULL, `InvalidBatchError` for a
+    `live` that is no batch, and `InvalidOptionError`.
     """
+    if live is not None:
+        checked_batch(live)
     if type(slot) is not int:
         check_kind("slot", slot, int, optional=False, example="-1")
     what: Any = mode  # or its name

@@ -20,6 +20,7 @@ from graphrt.core.base.option_values import (
     items_of,
     nearest,
     refused,
+    shown,
 )
 from graphrt.core.batch.modes import GraphMode
 
@@ -37,8 +38,10 @@ def _call_of(fields: BatchDescriptor | Batch) -> str:
     """The call that makes a descriptor or a batch, without the arguments that are defaults."""
     defaults: Any = type(fields).__new__.__defaults__
     named = zip(fields._fields[1:], fields[1:], defaults, strict=True)
-    others = "".join(f", {name}={value!r}" for name, value, default in named if value != default)
-    return f"{type(fields).__name__}({fields.num_tokens}{others})"
+    # A count may be one that Python refuses to print.
+    texts = {name: shown(v) if type(v) is int else repr(v) for name, v, d in named if v != d}
+    others = "".join(f", {name}={text}" for name, text in texts.items())
+    return f"{type(fields).__name__}({shown(fields.num_tokens)}{others})"
 
 
 class _Named(NamedTuple):
@@ -159,8 +162,10 @@ class Batch(_Fields):
     must not serve this batch (cascade attention: FULL).
 
     The counts are ints, or integers of NumPy or in tensors, which become ints here. Raises
-    `InvalidBatchError` for others; what the rest holds is looked at when it is dispatched, but not
-    where an equal batch was: one of `bounds=(512.0,)` has the answer of `(512,)`.
+    `InvalidBatchError` for others. Counts that no int64 holds are refused where the batch is used
+    (a check here would make each batch a fifth slower). What the rest holds is looked at when it
+    is dispatched, but not where an equal batch was: one of `bounds=(512.0,)` has the answer of
+    `(512,)`.
     """
 
     __slots__ = ()

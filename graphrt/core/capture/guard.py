@@ -245,15 +245,16 @@ class _Withholding:
     __slots__ = ()
 
     def __getattribute__(self, name: str) -> Any:
+        # Not by `super()`: another thread that finds the pool busy may be in here when the segment
+        # ends, and the context is of its own class again.
+        kind: Any = type(self)
+        if not issubclass(kind, _Withholding):
+            return kind.__getattribute__(self, name)
         if name == "metadata":
             raise refusals.METADATA()
         if name == "query_len":
             return None  # a graph of mixed batches serves batches of other query lengths too
-        # Not by `super()`: another thread that finds the pool busy may be in here when the segment
-        # ends, and the context is of its own class again.
-        kind = type(self)
-        own: Any = kind.__bases__[1] if issubclass(kind, _Withholding) else kind
-        return own.__getattribute__(self, name)
+        return kind.__bases__[1].__getattribute__(self, name)
 
 
 def withhold(context: ForwardContext) -> None:

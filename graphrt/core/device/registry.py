@@ -12,6 +12,7 @@ Nothing is looked for before somebody asks, and asking for a built-in by name im
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import sys
 import threading
@@ -20,7 +21,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from importlib.metadata import entry_points
+from importlib.metadata import Distribution, EntryPoint, distributions, entry_points
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -41,8 +42,8 @@ not end the host. A Ctrl-C is the user's, and is raised."""
 
 @public("graphrt.errors")
 class PluginWarning(UserWarning):
-    """A plugin or platform is broken and was left out: `graphrt doctor` shows its traceback. Or an
-    installed plugin's platform became the default, and nobody had named it."""
+    """A plugin or platform is broken and was left out: `graphrt doctor` shows its traceback. Or a
+    plugin's platform became the default, and nobody had named it."""
 
 
 @public("graphrt.platforms")
@@ -59,7 +60,7 @@ class FoundPlatform:
     platform: Platform | None = None
     error: str | None = None
     file: str | None = None
-    """Where the code of an installed plugin is; None for others."""
+    """Where the code of a plugin is; None for a built-in platform."""
     _availability: Availability | None = field(default=None, repr=False, compare=False)
     """The answer of the platform; None before it was asked."""
 
@@ -72,6 +73,9 @@ class FoundPlatform:
                 self._availability = Availability(answer.available, answer.reason)
             except FAILURES as error:
                 self.failed("failed availability()", error)
+            except BaseException:
+                self.interrupted()
+                raise
         return self._availability or Availability(False)
 
     def failed(self, how: str, error: BaseException) -> FoundPlatform:
@@ -79,15 +83,22 @@ class FoundPlatform:
         self.error = printable("".join(traceback.format_exception(error)).rstrip())
         what = printable(f"{type(error).__name__}: {' '.join(str(error).split())}")
         self._availability = Availability(False, f"{how}: {what}")
-        whose = f"plugin {self.plugin}"
+        whose = f"plugin {printable(self.plugin)}"
         if self.name is not None:
-            whose = f"platform {self.name!r} of {self.plugin}"
+            whose = f"platform {self.name!r} of {printable(self.plugin)}"
+        where = "" if self.file is None else f"; {self.file}; {PLUGINS_VARIABLE}=off imports none"
         warnings.warn(
-            f"{whose} {how} and is left out: {what} (`graphrt doctor` shows the traceback)",
+            f"{whose} {how} and is left out: {what} (`graphrt doctor` shows the traceback{where})",
             PluginWarning,
             stacklevel=3,
         )
         return self
+
+    def interrupted(self) -> None:
+        """Log how to leave out a plugin that hangs, or raises what ends the process."""
+        if self.file is not None:
+            text = "interrupted in plugin %s (%s); %s=off imports no plugins"
+            logger.warning(text, self.plugin, self.file, PLUGINS_VARIABLE)
 
 
 ENTRY_POINT_GROUP = "graphrt"
@@ -144,6 +155,8 @@ class PlatformRegistry:
         self._broken: list[FoundPlatform] | None = None
         # Platforms that the user knows of: named to `get`, or warned of as the default.
         self._known: set[str | None] = set()
+        # Plugins that `GRAPHRT_PLUGINS` names.
+        self._named: set[str] = set()
         # Device types that a platform by name only, such as a simulator, was taken for.
         self._simulated_types: set[str] = set()
         # Held while anything is looked for: two threads may ask first.
@@ -176,7 +189,9 @@ class PlatformRegistry:
             # Each plugin is asked by itself: pluggy stops calling the others when one raises.
             for hook in self._plugins.hook.graphrt_platforms.get_hookimpls():
                 name = hook.plugin_name
-                plugin = FoundPlatform(name, "plugin", file=self._files.get(name))
+                # A plugin may register itself, or any object, while it is imported.
+                file = self._files.get(name) or _file_of_hook(hook)
+                plugin = FoundPlatform(name, "plugin", file=file)
                 records += self._load(plugin, partial(_platforms_of, hook))
             for name in self._built_ins:
                 records += self._built_in(name)
@@ -241,18 +256,21 @@ class PlatformRegistry:
                 advice="graphrt doctor shows what was found",
             )
         chosen = (out_of_tree or available)[0]
-        if chosen.file is not None and chosen.name not in self._known and not _named_plugins():
+        # A registry without a group has the host's own plugins alone.
+        if out_of_tree and self._group is not None:
             self._announce(chosen)
         platform: Platform = chosen.platform  # type: ignore[assignment]
         platform.start()
         return platform
 
     def _announce(self, chosen: FoundPlatform) -> None:
-        """Warn that an installed plugin's platform is the default, and nobody has named it."""
+        """Warn once that a plugin's platform is the default, if nobody has named one of the two."""
+        if chosen.name in self._known or chosen.plugin in self._named:
+            return
         self._known.add(chosen.name)
         warn_caller(
-            f"platform {chosen.name!r} of the installed plugin {chosen.plugin} is the default "
-            f"here: {chosen.file}. To keep it: {PLATFORM_VARIABLE}={chosen.name}. To import no "
+            f"platform {chosen.name!r} of plugin {chosen.plugin} is the default here: "
+            f"{chosen.file}. To keep it: {PLATFORM_VARIABLE}={chosen.name}. To import no "
             f"plugins: {PLUGINS_VARIABLE}=off",
             PluginWarning,
         )
@@ -268,34 +286,36 @@ class PlatformRegistry:
     def _load_installed(self) -> list[FoundPlatform]:
         """Import and register the installed plugins that `GRAPHRT_PLUGINS` allows; returns a record
         of each that failed."""
-        broken: list[FoundPlatform] = []
         allowed = _named_plugins()
         if self._group is None or allowed == {"off"}:
-            return broken
+            return []
         unknown = set(allowed)
-        for entry_point in entry_points(group=self._group):
-            owner = None if entry_point.dist is None else printable(entry_point.dist.name, kept="")
-            own = printable(entry_point.name, kept="")
-            name = own if owner is None else f"{owner}:{own}"
+        installed, broken = _entry_points(self._group)
+        for entry_point in installed:
+            own, owner = printable(entry_point.name, kept=""), _name_of(entry_point.dist)
+            name = f"{owner}:{own}" if owner else own
             names = {name, own, owner}
             unknown -= names
             if allowed and not allowed & names:
                 continue
+            record = FoundPlatform(name, "plugin", file=_file_of_distribution(entry_point.dist))
+            before = dict(self._plugins.list_name_plugin())
             try:
+                _check_entry_point(entry_point, owner)
+                record.file = _file_of(entry_point.module)
                 logger.info("importing plugin %s (%s)", name, printable(entry_point.value))
                 plugin = entry_point.load()
                 if not self._plugins.is_registered(plugin):
                     self.register(plugin, name)
-                    self._files[name] = _file_of(entry_point.module)
+                added = str(self._plugins.get_name(plugin))
+                self._files.setdefault(added, _file_of(entry_point.module))
+                if allowed:
+                    now = dict(self._plugins.list_name_plugin())
+                    self._named |= {added} | (now.keys() - before.keys())
             except FAILURES as error:
-                record = FoundPlatform(name, "plugin", file=_file_of(entry_point.module))
                 broken.append(record.failed("could not be imported", error))
-            except KeyboardInterrupt:
-                logger.warning(
-                    "interrupted at the import of plugin %s; %s=off leaves plugins out",
-                    name,
-                    PLUGINS_VARIABLE,
-                )
+            except BaseException:
+                record.interrupted()
                 raise
         if unknown:
             warn_caller(
@@ -315,6 +335,9 @@ class PlatformRegistry:
                 self._found[source] = [replace(plugin, name=p.name, platform=p) for p in ask()]
             except FAILURES as error:
                 self._found[source] = [plugin.failed("could not give its platforms", error)]
+            except BaseException:
+                plugin.interrupted()
+                raise
         return self._found[source]
 
     def _built_in(self, name: str) -> list[FoundPlatform]:
@@ -406,6 +429,58 @@ def _named_plugins() -> set[str]:
     """The plugins that `GRAPHRT_PLUGINS` names, or "off"; empty if it is not set."""
     names = os.environ.get(PLUGINS_VARIABLE, "").split(",")
     return {each.strip() for each in names} - {""}
+
+
+def _entry_points(group: str) -> tuple[list[EntryPoint], list[FoundPlatform]]:
+    """The entry points of a group, and a record of each distribution whose own cannot be read."""
+    try:
+        return [*entry_points(group=group)], []
+    except FAILURES:
+        # Of one distribution; the loop finds out which.
+        pass
+    points: dict[str, list[EntryPoint]] = {}
+    broken = []
+    for dist in distributions():
+        try:
+            # Of two installations of a distribution Python imports the first one.
+            named = _name_of(dist) or _file_of_distribution(dist)
+            points.setdefault(named, [*dist.entry_points.select(group=group)])
+        except FAILURES as error:
+            file = _file_of_distribution(dist)
+            record = FoundPlatform(file, "plugin", file=file)
+            broken.append(record.failed("has entry points that cannot be read", error))
+    return [point for listed in points.values() for point in listed], broken
+
+
+def _name_of(dist: Distribution | None) -> str | None:
+    """The name of a distribution; None if its metadata cannot be read, or has none."""
+    try:
+        return printable(dist.name, kept="") if dist is not None and dist.name else None
+    except FAILURES:
+        return None
+
+
+def _check_entry_point(point: EntryPoint, owner: str | None) -> None:
+    """Raise `PlatformError` for an entry point that was not written by a build tool."""
+    if point.dist is not None and not owner:
+        what = "the METADATA of its distribution has no readable Name"
+        raise PlatformError(what, expected="Name: ...", advice="install it again")
+    if point.pattern.match(point.value) is None:
+        what, advice = "its entry point cannot be read", "install it again"
+        raise PlatformError(what, got=shown(point.value), expected="module:name", advice=advice)
+
+
+def _file_of_distribution(dist: Distribution | None) -> str:
+    """The folder of a distribution's metadata."""
+    # Only Python's own kind of distribution has a path; others know where their packages are.
+    place = None if dist is None else getattr(dist, "_path", None) or dist.locate_file("")
+    return printable(os.path.abspath(str(place)), kept="")
+
+
+def _file_of_hook(hook: pluggy.HookImpl) -> str:
+    """The file of the code of a registered plugin's hook."""
+    code = getattr(inspect.unwrap(hook.function), "__code__", None)
+    return _file_of(hook.function.__module__) if code is None else printable(code.co_filename, "")
 
 
 def _file_of(module: str) -> str:

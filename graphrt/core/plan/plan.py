@@ -180,13 +180,13 @@ class Plan:
         resolved = resolution.resolve_mode(**self.arguments)
         self.pieces = resolved.pieces
         cap = self.platform.default_max_size()
-        self.sizes = sizes.capture_sizes(**self.arguments, cap=cap)
-        sizes.check_decode(resolved.mode, self.sizes)
+        possible = sizes.capture_sizes(**self.arguments, cap=cap)
+        sizes.check_decode(resolved.mode, possible)
         # The sizes of full decode batches: a host that is busy runs these most.
-        fulls = [self.sizes.max_num_reqs * query_len for query_len in self.sizes.decode]
+        fulls = [possible.max_num_reqs * query_len for query_len in possible.decode]
         # Sizes in tokens -> the same, the most valuable first.
         self._worth = partial(by_worth, traffic=self.arguments["traffic"], landmarks=fulls)
-        keys = sizes.descriptors_for(resolved.mode, self.sizes, **self.arguments)
+        keys = sizes.descriptors_for(resolved.mode, possible, **self.arguments)
         budget = self.arguments["budget"] or Budget()
         budget.check_costs(dict.fromkeys(runtime_mode for runtime_mode, _ in keys))
         fitted = fit(keys, budget, resolved, self._worth)
@@ -194,6 +194,8 @@ class Plan:
         self.resolution.log_steps()
         self.mode = self.resolution.mode
         self.keys = tuple((each.mode, each.descriptor) for each in self.captured)
+        own = self.arguments["sizes"]
+        self.sizes = sizes.captured_sizes(possible, self.keys, own)
 
     @property
     def total(self) -> GraphCost:
