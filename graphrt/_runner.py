@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from graphrt.core.base.errors import MissingCapabilityError
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from graphrt.core.capture.options import GraphOptions
     from graphrt.core.device.platform import Platform
     from graphrt.core.inputs.outputs import OutputAxes
-    from graphrt.core.inputs.spec import InputSpec
+    from graphrt.core.inputs.spec import Inputs
     from graphrt.core.plan.plan import Plan, PlanArguments
     from graphrt.core.replay.pool import GraphPool
     from graphrt.core.runner.contract import StepChecks
@@ -39,7 +39,7 @@ class GraphRunner(Runner[R]):
         forward: Callable[..., R],
         plan: Plan | None = None,
         *,
-        inputs: Mapping[str, InputSpec | Mapping[str, Any]],
+        inputs: Inputs,
         outputs: OutputAxes = None,
         host: Host | None = None,
         options: GraphOptions | None = None,
@@ -49,7 +49,8 @@ class GraphRunner(Runner[R]):
         **arguments: Unpack[PlanArguments],
     ) -> None:
         """`plan` says which graphs there are; in its place its own arguments may be given here
-        (`sizes=[1, 2, 4]`). `inputs` names every tensor argument of `forward`; `outputs` gives the
+        (`sizes=[1, 2, 4]`). `inputs` names every tensor argument of `forward`, by its
+        `InputSpec`, or by a tensor like it, whose dimension 0 has the rows; `outputs` gives the
         axes of what it returns, such as ("tokens", 64) or {"logits": ("reqs", None)}; None is any
         size. What it does not name is found by comparing shapes at two sizes, if need be with an
         eager step more in `capture()`. `host` is what the host hooks in, `options` how graphs are

@@ -16,7 +16,7 @@ from graphrt.core.base.errors import GraphRTError, InvalidBatchError, InvalidInp
 from graphrt.core.base.option_values import MOST, check_kind, refused, shown
 from graphrt.core.device.platform import Platform
 from graphrt.core.inputs.layout import InputLayout
-from graphrt.core.inputs.spec import InputSpec, check_value
+from graphrt.core.inputs.spec import Inputs, InputSpec, check_value, specs_of
 
 _LARGE_BYTES = 1 << 30
 """Buffers up to 1 GiB fit nearly everywhere: for larger ones the device is asked how much memory it
@@ -230,6 +230,29 @@ def _specs(specs: object, prefix: str, where: str) -> Iterator[tuple[str, InputS
             yield prefix + name, spec
         else:
             raise _wrong_inputs(f"inputs= at {prefix}{name}", spec, "an InputSpec")
+
+
+def with_specs(inputs: Inputs) -> Any:
+    """`inputs`, with an `InputSpec` in the place of each tensor. Raises `InvalidInputError` for
+    tensors of which it cannot be told which dimension has the rows."""
+    tensors = _tensors_of(inputs)
+    specs = specs_of(tensors, 'InputSpec.of({}, ("rows", None)) in its place') if tensors else {}
+    return _replaced(inputs, specs, "") if tensors else inputs
+
+
+def _tensors_of(inputs: object) -> dict[str, torch.Tensor]:
+    """The tensors among (nested) inputs, by dotted name."""
+    flat = flat_of(inputs) if isinstance(inputs, Mapping) else ()
+    return {name: value for name, value in flat if isinstance(value, torch.Tensor)}
+
+
+def _replaced(inputs: Mapping[str, Any], specs: Mapping[str, InputSpec], prefix: str) -> Any:
+    return {
+        name: _replaced(value, specs, f"{prefix}{name}.")
+        if isinstance(value, Mapping)
+        else specs.get(f"{prefix}{name}", value)
+        for name, value in inputs.items()
+    }
 
 
 def check_forward(forward: Callable[..., Any], specs: Mapping[str, Any]) -> None:
