@@ -235,15 +235,11 @@ def _platform_of(device: torch.device) -> Platform | None:
     default = current_platform()
     if default.device_type == device.type:
         return default
-    usable = (each for each in installed_platforms() if each.platform is not None)
-    return next(
-        (
-            each.platform
-            for each in usable
-            if each.platform.device_type == device.type and each.availability.available
-        ),
-        None,
-    )
+    for found in installed_platforms():
+        platform = found.platform
+        if platform and platform.device_type == device.type and found.availability.available:
+            return platform
+    return None
 
 
 def _specs_of(values: Mapping[str, torch.Tensor], axes: InputAxes) -> dict[str, InputSpec]:
@@ -369,7 +365,7 @@ class _AddressedWrites(TorchDispatchMode):
     """Sees which integer inputs of a run address writes into memory that outlives it."""
 
     def __init__(self, inputs: Mapping[str, torch.Tensor], specs: Mapping[str, InputSpec]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.inputs = dict(inputs)
         # Whole numbers by storage, with the inputs that they were computed from. They are kept, so
         # that no other storage gets the key of one.
