@@ -218,7 +218,9 @@ def _specs(specs: object, prefix: str, where: str) -> Iterator[tuple[str, InputS
     """(dotted name, spec) of each input in a mapping, whose own name is `prefix`; raises
     `InvalidInputError` for anything else, which errors say is at `where`."""
     if not isinstance(specs, Mapping) or not specs:
-        raise _wrong_inputs(where, specs, "a mapping of at least one name to an InputSpec")
+        raise _wrong_inputs(
+            where, specs, "at least one name with its InputSpec, or a tensor like it"
+        )
     for name, spec in specs.items():
         if not isinstance(name, str) or not name or "." in name:
             raise _wrong_inputs(where, name, "names of arguments, without a dot")
@@ -301,4 +303,5 @@ def flat_of(specs: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 def _wrong_inputs(where: str, value: object, expected: str) -> GraphRTError:
     example = 'inputs={"input_ids": InputSpec(torch.int64, ("tokens",))}'
     advice = f"{example}; a mapping in it is an argument that is a dict"
-    return refused(f"{where} describes no inputs", value, expected, advice, InvalidInputError)
+    what = f"{where} must map names to InputSpec"
+    return refused(what, value, expected, advice, InvalidInputError)

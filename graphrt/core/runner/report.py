@@ -263,11 +263,12 @@ def _changes(trust: Mapping[str, Any]) -> Iterator[str]:
     """Lines on how soon a change in Python is seen."""
     if not trust["glance_steps"]:
         return
-    watched, delay = trust["dicts_watched"], f"seen after {trust['glance_steps']} steps at most"
+    watched, delay = trust["dicts_watched"], f"within {trust['glance_steps']} steps"
+    changed = "A Python value changed after the capture: noticed"
     if watched:
-        yield f"Changes in Python: {watched} dicts watched; others {delay}"
+        yield f"{changed} at the next step in {watched} watched dicts, else {delay}"
     else:
-        yield f"Changes in Python: {delay}: {trust['not_watched']}"
+        yield f"{changed} {delay} ({trust['not_watched']})"
     if trust["harmless"]:
         yield f"  make no difference, and are looked at no more: {listed(trust['harmless'])}"
 
