@@ -25,6 +25,7 @@ from graphrt.core.base import tree
 from graphrt.core.base.errors import InvalidInputError, InvalidOptionError, Uncopied
 from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import shown
+from graphrt.core.base.texts import aligned
 from graphrt.core.base.thread_mode import without_gradients
 from graphrt.core.capture.operators import facts_of, written
 from graphrt.core.capture.options import GraphOptions
@@ -34,6 +35,7 @@ from graphrt.core.inputs.declared import flat_of
 from graphrt.core.inputs.outputs import OutputLayout
 from graphrt.core.inputs.spec import InputSpec, specs_of
 from graphrt.core.runner.host import Example, Host
+from graphrt.core.runner.report import gain_of
 from graphrt.core.runner.runner import R
 
 if TYPE_CHECKING:
@@ -67,6 +69,13 @@ class Graphed(Uncopied, Generic[R]):
 
     def __repr__(self) -> str:
         return f"Graphed({', '.join(self._names)}: {self.runner!r})"
+
+    def __str__(self) -> str:
+        """What the graphs bring: a step by each that was timed, and its forward run eagerly."""
+        graphs = self.runner.report().to_dict()["graphs"]
+        rows = [("rows", "by graph", "eager", "gain")]
+        rows += [(str(graph["tokens"]), *gain_of(graph)) for graph in graphs]
+        return "\n".join([f"{self!r}", *aligned(rows)])
 
 
 @public("graphrt")
@@ -119,6 +128,7 @@ def graphed(
     )
     try:
         fast.capture()
+        fast.measure()
     except BaseException:
         fast.close()
         raise

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from graphrt.core.base.errors import MissingCapabilityError
@@ -69,6 +70,18 @@ class GraphRunner(Runner[R]):
             forward, plan, inputs, outputs, host, options, platform, pool, device, arguments
         )
         super().__init__(setup, _checks_for(setup))
+
+    def measure(self, sizes: Collection[int] | None = None) -> None:
+        """Time a step of each graph of these sizes in tokens, by default of the smallest and the
+        largest of each mode, against its forward run eagerly: `report()` has the seconds.
+
+        Steps are the host's examples, else of padding; state is put back. Ranks call it together.
+        Raises `InvalidOptionError` for sizes without a graph, and what steps raise.
+        """
+        from graphrt._measure import measure
+
+        self.graphs.check_open()
+        self._in_turn(partial(measure, self._executor, sizes))
 
 
 def _checks_for(setup: RunnerSetup) -> StepChecks:
