@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from graphrt import lowlevel as lowlevel
     from graphrt import platforms as platforms
     from graphrt import types as types
+    from graphrt._graphed import Graphed, graphed
     from graphrt._runner import GraphRunner
     from graphrt.compile import CompileOptions, opaque, support_compile
 
@@ -75,6 +76,7 @@ __all__ = [
     "GraphRTError",
     "GraphRunner",
     "GraphWrapper",
+    "Graphed",
     "Host",
     "HostArg",
     "InputSlot",
@@ -98,6 +100,7 @@ __all__ = [
     "eager_break",
     "forward_context",
     "get_platform",
+    "graphed",
     "opaque",
     "support_compile",
     "wrapper_class",
@@ -127,6 +130,7 @@ _DEFINED_IN = {
     "GraphRTError": "core.base.errors",
     "GraphRunner": "_runner",
     "GraphWrapper": "core.capture.wrapper",
+    "Graphed": "_graphed",
     "Host": "core.runner.host",
     "HostArg": "core.replay.tasks",
     "InputSlot": "core.inputs.buffers",
@@ -148,6 +152,7 @@ _DEFINED_IN = {
     "eager_break": "core.capture.guard",
     "forward_context": "core.batch.context",
     "get_platform": "core.device.registry",
+    "graphed": "_graphed",
     "opaque": "compile",
     "support_compile": "compile",
     "wrapper_class": "core.capture.wrapper",

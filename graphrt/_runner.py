@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from graphrt.core.base.errors import MissingCapabilityError
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from graphrt.core.capture.options import GraphOptions
     from graphrt.core.device.platform import Platform
     from graphrt.core.inputs.outputs import OutputAxes
-    from graphrt.core.inputs.spec import InputSpec
+    from graphrt.core.inputs.spec import Inputs
     from graphrt.core.plan.plan import Plan, PlanArguments
     from graphrt.core.replay.pool import GraphPool
     from graphrt.core.runner.contract import StepChecks
@@ -39,7 +40,7 @@ class GraphRunner(Runner[R]):
         forward: Callable[..., R],
         plan: Plan | None = None,
         *,
-        inputs: Mapping[str, InputSpec | Mapping[str, Any]],
+        inputs: Inputs,
         outputs: OutputAxes = None,
         host: Host | None = None,
         options: GraphOptions | None = None,
@@ -49,7 +50,8 @@ class GraphRunner(Runner[R]):
         **arguments: Unpack[PlanArguments],
     ) -> None:
         """`plan` says which graphs there are; in its place its own arguments may be given here
-        (`sizes=[1, 2, 4]`). `inputs` names every tensor argument of `forward`; `outputs` gives the
+        (`sizes=[1, 2, 4]`). `inputs` names every tensor argument of `forward`, by its
+        `InputSpec`, or by a tensor like it, whose dimension 0 has the rows; `outputs` gives the
         axes of what it returns, such as ("tokens", 64) or {"logits": ("reqs", None)}; None is any
         size. What it does not name is found by comparing shapes at two sizes, if need be with an
         eager step more in `capture()`. `host` is what the host hooks in, `options` how graphs are
@@ -68,6 +70,18 @@ class GraphRunner(Runner[R]):
             forward, plan, inputs, outputs, host, options, platform, pool, device, arguments
         )
         super().__init__(setup, _checks_for(setup))
+
+    def measure(self, sizes: Collection[int] | None = None) -> None:
+        """Time a step of each graph of these sizes in tokens, by default of the smallest and the
+        largest of each mode, against its forward run eagerly: `report()` has the seconds.
+
+        Steps are the host's examples, else of padding; state is put back. Ranks call it together.
+        Raises `InvalidOptionError` for sizes without a graph, and what steps raise.
+        """
+        from graphrt._measure import measure
+
+        self.graphs.check_open()
+        self._in_turn(partial(measure, self._executor, sizes))
 
 
 def _checks_for(setup: RunnerSetup) -> StepChecks:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from graphrt._graphed import InputAxes
 from graphrt.core.batch.context import Announcer
 from graphrt.core.batch.descriptor import Axis
 from graphrt.core.batch.modes import Mode
 from graphrt.core.capture.wrapper import CallChecks
 from graphrt.core.dispatch.reasons import Agreed
 from graphrt.core.inputs.outputs import OutputAxes
+from graphrt.core.inputs.spec import Inputs
 from graphrt.core.plan.budget import LeftOut, PlannedCapture
 from graphrt.core.plan.plan import PlanArguments
 from graphrt.core.plan.resolution import ModeResolution, ResolutionStep
@@ -41,6 +43,8 @@ __all__ = [
     "GraphRecord",
     "HoldsGraphs",
     "HostValues",
+    "InputAxes",
+    "Inputs",
     "LeftOut",
     "MakeExample",
     "Mode",

@@ -51,11 +51,16 @@ def test_doctor_and_a_report_say_how_python_changes_are_detected():
     assert json.loads(run("doctor", "--json"))["host_changes"] == seen
     runner = planted_runner()
     steps = runner.report().trust.glance_steps
-    (line,) = re.findall("^Changes in Python: (.*)$", str(runner.report()), re.MULTILINE)
+    (line,) = re.findall(
+        "^A Python value changed after the capture: noticed (.*)$",
+        str(runner.report()),
+        re.MULTILINE,
+    )
     if why_not:
-        assert line == f"seen after {steps} steps at most: {why_not}"
+        assert line == f"within {steps} steps ({why_not})"
     else:
-        assert re.fullmatch(f"[0-9]+ dicts watched; others seen after {steps} steps at most", line)
+        told = f"at the next step in [0-9]+ watched dicts, else within {steps} steps"
+        assert re.fullmatch(told, line)
 
 
 def test_doctor_prints_its_tables_as_text():

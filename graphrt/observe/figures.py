@@ -117,7 +117,7 @@ _GRAPH = {
     "not_served": _by_name(_count), "sizes": _sizes, "live_tokens": _count,
     "padded_tokens": _count, "capture_s": _number, "warm_up_s": _number, "began_s": _number,
     "pool_bytes": _bytes, "driver_bytes": _bytes, "trial": _line, "deterministic": _flag,
-    "failure": _optional(_text),
+    "failure": _optional(_text), "replay_s": _optional(_number), "eager_s": _optional(_number),
 }  # fmt: skip
 _STEPS = {"reason": _line, "meaning": _line, "steps": _count, "sizes": _sizes}
 _READ = {

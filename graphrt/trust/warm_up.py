@@ -152,14 +152,15 @@ class WatchedState(RunWatch):
             if padding is not None:
                 self.snapshot.python.restore()
                 raise PythonStateError(
-                    "the forward makes or fills memory when it runs first, and goes on from it: a "
-                    "warm-up has only padding",
+                    "the first call of the forward made or filled memory, and later calls read it; "
+                    "a capture runs on padding, so its graph would start from wrong state",
                     got=padding,
                     expected="state that is made and filled before capture()",
-                    advice="run the forward once on a real batch before the capture (at each size "
-                    "that fills a table of its own), or make the tensor before, and copy_() into "
-                    "it: self.h.copy_(new) in place of self.h = new; of transformers use a "
-                    "StaticCache, never a DynamicCache",
+                    advice="call the forward once on a real batch before capture() (at each size "
+                    "that fills a table of its own), or make it a buffer before and copy_() into "
+                    "it: self.h.copy_(new) in place of self.h = new; a list that grows: a buffer "
+                    "of its largest size, written at a position; of transformers: a StaticCache, "
+                    "never a DynamicCache",
                 )
             self._steady |= again.written().keys()
         reads.note(watch)

@@ -12,7 +12,7 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "how-to" / "observing.md"
 def without_times(text: str) -> str:
     """Times, sizes of pools and the blanks beside them are a machine's own, and how changes in
     Python are seen is Python's."""
-    text = re.sub(r" *Changes in Python: .*\n", "", text)
+    text = re.sub(r" *A Python value changed .*\n", "", text)
     return re.sub(r" +", " ", re.sub(r"[\d.]+ (ms|us|s|KiB|B)\b", "TIME", text))
 
 

@@ -52,11 +52,15 @@ _WIDTH = 24
 class CaptureProgress:
     """The result of one `capture_next()`.
 
-    `captured` is what was captured in this call, `left` how many graphs further calls would try.
+    `captured` is what was captured in this call, `left` how many graphs further calls would try. It
+    is true while some are left.
     """
 
     captured: tuple[graph_table.GraphRecord, ...]
     left: int
+
+    def __bool__(self) -> bool:
+        return self.left > 0
 
 
 def progress_bar(stream: TextIO | None = None) -> Callable[..., None]:

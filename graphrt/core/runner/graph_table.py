@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from graphrt.core.capture.options import Sealing
 from graphrt.core.capture.state import as_states
 from graphrt.core.capture.wrapper import GraphWrapper
 from graphrt.core.dispatch.dispatcher import GraphDispatcher
+from graphrt.core.dispatch.reasons import Dispatch
 from graphrt.core.inputs.layout import StepMoves
 from graphrt.core.plan.sizes import CaptureKey
 from graphrt.core.replay.entry import Entry
@@ -52,6 +53,10 @@ class GraphRecord:
     """The seconds of `capture_s` that its warm-ups took."""
     began_s: float = 0.0
     """When its capture began, by `time.perf_counter()`."""
+    replay_s: float | None = None
+    """Seconds of a step by this graph; None until `GraphRunner.measure` has timed it."""
+    eager_s: float | None = None
+    """Seconds of its forward, run eagerly on the same padded inputs."""
 
 
 @public("graphrt.types")
@@ -237,6 +242,12 @@ class GraphTable:
     def dropped(self) -> tuple[DroppedGraph, ...]:
         """The graphs that did not fit on the device."""
         return tuple(graph for graph in self.left_out.values() if graph is not None)
+
+    def note_times(self, dispatch: Dispatch, eager_s: float, replay_s: float) -> None:
+        """Note how long a step takes by this graph, and its forward eagerly."""
+        for at, each in enumerate(self._records):
+            if (each.mode, each.descriptor) == (dispatch.mode, dispatch.descriptor):
+                self._records[at] = replace(each, eager_s=eager_s, replay_s=replay_s)
 
     @property
     def records(self) -> list[GraphRecord]:
