@@ -113,8 +113,9 @@ class TaskHandle:
     def _read(self, node: int) -> _Captured:
         kind, kernel = node_type(node), None
         if kind == KERNEL:
+            launch = kernel_parameters(node)
             attributes = tuple(kernel_attribute(node, each) for each in _FIXED_ATTRIBUTES)
-            kernel = function_of(kernel_parameters(node)), attributes
+            kernel = function_of(launch) or launch.kernel, attributes
         return _Captured(node, kind, kernel, self._scan.words(node, kind))
 
     @contextmanager
