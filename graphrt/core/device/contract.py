@@ -4,7 +4,7 @@ graphs, events, updates of tasks, figures of a device, and what an error came fr
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -134,10 +134,6 @@ class TaskUpdate(Protocol):
         """Call the task's operator with the new host arguments, the captured tensors, outputs and
         workspace; it allocates nothing."""
 
-    def likeness(self) -> Hashable:
-        """Equal for tasks which are issued alike if their host arguments are equal: by the same
-        function, with equal plain arguments and with tensors of which only the place differs."""
-
     def tensors(self) -> list[torch.Tensor]:
         """The captured tensors: all memory that the task may touch."""
 
@@ -190,29 +186,18 @@ class MemoryFigures:
 
 
 @public("graphrt.platforms")
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class UpdateFigures:
     """How the tasks of graphs were given new host arguments."""
 
-    patches: int = 0
-    """Launches of a graph (kernels, copies, fills) whose parameters were set, one by one."""
-    shared_patches: int = 0
-    """Those `patches` whose parameters were taken from a task that is issued alike."""
+    tasks: int = 0
+    """Tasks that were captured."""
     reissues: int = 0
-    """Tasks that were issued again, in a capture of their own."""
-    memo_hits: int = 0
-    """Tasks whose parameters for the same host arguments were still known."""
-    self_checks: int = 0
-    """Comparisons of all tasks that are issued alike with what would have been patched."""
-    self_check_failures: int = 0
-    """Comparisons that differed, and tasks that others could not be patched from; each was issued
-    then."""
-    whole_updates: int = 0
-    """Executables that were given all parameters at once, as a launch could not be set."""
-    rebuilds: int = 0
-    """Executables that were made anew, as they could not be given all parameters at once."""
+    """How often a task was issued again, in a capture of its own."""
+    patches: int = 0
+    """Launches of a graph (kernels, copies, fills) whose parameters were set."""
     failed: int = 0
-    """Replays whose update raised."""
+    """Updates of a task that raised."""
 
 
 class Unexplained(CaptureError):

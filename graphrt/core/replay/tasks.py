@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -214,10 +214,10 @@ class UpdatableTask:
 
     `issue(*tensors, **host_values)` calls the operator into given outputs and workspace: it may not
     allocate, synchronise, or touch other tensors than those it was captured with. With other host
-    values it launches as many kernels as at its capture, of the same kind. On Ascend another number
-    is a `TaskContractError` (the device answers 507000), or a `DeviceHangError` where one too many
-    ends torch_npu's launch queue. On CUDA it may launch fewer, never more. `at_capture` gives the
-    worst-case host values for a descriptor, which warm-up and capture use.
+    values it launches as many kernels as at its capture, of the same kind, on CUDA the same ones;
+    others are a `TaskContractError`. On Ascend (the device answers 507000) one too many may end
+    torch_npu's launch queue, a `DeviceHangError`. `at_capture` gives the worst-case host values for
+    a descriptor, which warm-up and capture use.
     """
 
     def __init__(
@@ -403,26 +403,9 @@ class CapturedTask:
         # -0.0 equals 0.0, and 1.0 and True equal 1; an operator may tell them apart.
         return new != old or any(repr(new[key]) != repr(old[key]) for key in scalars)
 
-    def likeness(self) -> Hashable:
-        """See `TaskUpdate`."""
-        leaves = tree.leaves((self.args, self.kwargs))
-        return id(self.spec), *((path, _trait(leaf)) for path, leaf in leaves)
-
     def tensors(self) -> list[torch.Tensor]:
         """See `TaskUpdate`."""
         return tree.tensors(self.args, self.kwargs)
-
-
-def _trait(leaf: Any) -> Hashable:
-    """What two layers' tasks must have in common at one argument to be issued alike."""
-    if isinstance(leaf, torch.Tensor):
-        # The task may read host memory when it is issued: only the same tensor is alike.
-        if leaf.device.type == "cpu":
-            return id(leaf)
-        return leaf.dtype, tuple(leaf.shape), leaf.stride(), leaf.device
-    if isinstance(leaf, bool | int | float | str | torch.dtype | torch.device | None):
-        return type(leaf), leaf.hex() if isinstance(leaf, float) else leaf
-    return id(leaf)
 
 
 def failed_half_way() -> MissingUpdateError:

@@ -29,7 +29,7 @@ from graphrt.core.batch.descriptor import Batch, BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture import refusals
 from graphrt.core.capture.guard import SideDoors, side_doors
-from graphrt.core.device.contract import EndedCaptureError, GraphWork
+from graphrt.core.device.contract import Capability, EndedCaptureError, GraphWork
 from graphrt.core.dispatch.ladders import preference
 from graphrt.core.dispatch.reasons import Agreed, Dispatch
 from graphrt.core.plan.sizes import CaptureKey
@@ -338,7 +338,16 @@ class CaptureSession:
             # After a release the pool holds memory still: it counts for the first graph.
             before = 0
         self._streams.check(graph)
-        began, work = time.perf_counter(), self._warm_up(graph)
+        began, work, has_room = time.perf_counter(), None, True
+        try:
+            work = self._warm_up(graph)
+        except errors.ResourceExhaustedError:
+            in_pool = Capability.ALLOCATE_IN_POOL in pool.platform.capabilities
+            if not in_pool or not self._graphs.records:
+                raise
+            has_room = False
+        if not has_room:  # not from above: an error that is handled keeps the memory of its run
+            work = self._warm_up_in_pool(graph)
         warm_up_s = time.perf_counter() - began
         is_cold = not self._setup.options.warmups
         # Without a warm-up it is unknown whether the forward reads memory of the host.
@@ -392,6 +401,15 @@ class CaptureSession:
                 note(error, f"in a warm-up, where every row is padding ({pads}; InputSpec(pad=))")
             raise
         return work
+
+    @undoing
+    def _warm_up_in_pool(self, undo: Undo, graph: graph_table.PreparedStep) -> GraphWork | None:
+        """Warm up in the memory of the pool, in which larger graphs leave room: that of their
+        intermediate tensors, which a smaller graph uses again, on the same stream."""
+        platform, pool = self._setup.pool.platform, self._setup.pool
+        undo.enter(platform.on_stream(platform.capture_stream(pool.stream, None)))
+        undo.enter(platform.allocate_in(pool.memory))
+        return self._warm_up(graph)
 
     def _attempt(self, graph: graph_table.PreparedStep, *, again: bool = False) -> None:
         """Capture a graph; once more with its constants lifted where these cannot be captured, or
