@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Any, Generic, Literal
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphrt._runner import GraphRunner
 from graphrt.core.base import tree
 from graphrt.core.base.errors import InvalidInputError, InvalidOptionError, Uncopied
 from graphrt.core.base.homes import public
-from graphrt.core.base.option_values import shown
+from graphrt.core.base.option_values import check_callable, check_kind, shown
 from graphrt.core.base.texts import aligned
 from graphrt.core.base.thread_mode import without_gradients
+from graphrt.core.base.torch_names import TorchDispatchMode
 from graphrt.core.capture.operators import facts_of, written
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.device.platform import Platform
@@ -104,6 +104,9 @@ def graphed(
     must address it is nothing to be guessed. Raises `InvalidOptionError` for a module in training
     mode, or with gradients on, and what `GraphRunner` and its `capture()` raise.
     """
+    check_callable("model", model)
+    check_kind("axes", axes, Mapping)
+    check_kind("options", options, GraphOptions)
     _refuse_training(model)
     call = _Call(model, inputs)
     device = _device_of(model, call.values)
@@ -115,7 +118,7 @@ def graphed(
         call.forward,
         inputs=_nested(call.values, specs),
         options=(options or GraphOptions()).merged({"outputs": outputs}),
-        platform=platform or _platform_of(device),
+        platform=_platform_of(device) if platform is None else platform,
         device=device,
         mode="FULL",
     )
@@ -143,6 +146,14 @@ class _Call:
         named: Mapping[str, Any] = {}
         if isinstance(inputs, Mapping):
             named = inputs
+            wrong_names = [name for name in inputs if not isinstance(name, str)]
+            if wrong_names:
+                raise InvalidInputError(
+                    "inputs= names no arguments",
+                    got=shown(wrong_names[0]),
+                    expected="the names of the model's arguments",
+                    advice='inputs={"x": x}',
+                )
         else:
             given = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
         bound, by_position = _bound(model, given, named)
@@ -343,7 +354,7 @@ def _try(
         finally:
             watch.restore()
         layout.see(count, count, outputs)
-        shapes.append(tree.map_leaves(lambda each: torch.empty(each.shape, device="meta"), outputs))
+        shapes.append(tree.map_leaves(lambda each: torch.empty_like(each, device="meta"), outputs))
 
     def both() -> None:
         run(rows)

@@ -21,6 +21,7 @@ import torch
 from graphrt.core.base import tree
 from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base.errors import InvalidOptionError
+from graphrt.core.base.option_values import count_of, items_of
 from graphrt.core.batch.descriptor import example_of
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.dispatch.reasons import Dispatch
@@ -38,10 +39,13 @@ def measure(executor: StepExecutor, sizes: Collection[int] | None) -> None:
     note it in their records. Raises `InvalidOptionError` for sizes without a graph."""
     graphs = executor.graphs
     published = graphs.dispatcher.published
+    if sizes is not None:
+        wanted = items_of("sizes", sizes, "[1, 8]")
+        sizes = {count_of("each of sizes", each, least=1) for each in wanted}
     if sizes is None:
         chosen = _ends_of(published)
     else:
-        chosen = [each for each in published if each.descriptor.num_tokens in {*sizes}]
+        chosen = [each for each in published if each.descriptor.num_tokens in sizes]
         missing = {*sizes} - {each.descriptor.num_tokens for each in chosen}
         if missing:
             raise InvalidOptionError(

@@ -126,10 +126,11 @@ class Agreement:
         self._refuse_differences(Ballot(runner.dispatcher, self._facts_of(runner.graphs)).facts)
 
     def _facts_of(self, graphs: GraphTable) -> dict[str, list[str]]:
-        setup = graphs.setup
+        setup, sizes = graphs.setup, graphs.setup.plan.sizes
+        bounds = f"{sizes.max_num_tokens} tokens of {sizes.max_num_reqs} requests at most"
         return {
             **self._facts,
-            "plan": str(setup.plan).splitlines(),
+            "plan": [*str(setup.plan).splitlines(), bounds],
             "check": [str(setup.options.check)],
             "outputs": [str(setup.options.outputs)],
             "lazy": [str(setup.options.lazy)],

@@ -40,6 +40,7 @@ from graphrt import (
     eager_break,
     forward_context,
     get_platform,
+    graphed,
     wrapper_class,
 )
 from graphrt.platforms import (
@@ -410,6 +411,11 @@ TARGETS: dict[str, Target] = {
             },
         )
     ),
+    "graphed": constructor(
+        graphed, model=plus, inputs=torch.ones(2, 4), sizes=[2], axes={"x": ("rows",)}
+    ),
+    "Graphed()": constructor(graphed(plus, torch.ones(2, 4)), x=torch.ones(2, 4)),
+    "GraphRunner.measure": of_runner("measure", sizes=[2]),
     "GraphRunner()": step_of(batch=Batch(2), x=torch.ones(2, 4)),
     "GraphRunner() by shapes": step_of(batch=None, x=torch.ones(2, 4)),
     "GraphRunner() too large": step_of(batch=Batch(9), x=torch.ones(9, 4)),

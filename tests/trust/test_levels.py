@@ -857,7 +857,7 @@ def test_a_step_in_quarantine_does_not_search_the_forward_for_tensors(monkeypatc
         for _ in range(20):
             runner(x=rows(4))
 
-    with pytest.warns(GraphQuarantinedWarning, match="where the graphs read them"):
+    with pytest.warns(GraphQuarantinedWarning, match="the graphs still read the old ones"):
         until_it_is_seen()
     monkeypatch.setattr(runner.graphs.checks.reads, "moved", lambda: pytest.fail("walked"))
     assert torch.equal(runner(x=rows(4)), rows(4) * 2)
