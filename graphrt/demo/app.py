@@ -114,7 +114,7 @@ def run_demo(
         answer = printable(tokenizer.decode(generated))
         console.print(Text.assemble((printable(text), "dim"), " → ", (answer, "green")))
     if html is not None and not eager:
-        console.print(Text(f"The page of this run: {printable(str(html))}", style="bold"))
+        console.print(Text(f"The page of this run: {printable(str(html.resolve()))}", style="bold"))
     return 0 if result is None or _print_verdict(result, console) else 1
 
 

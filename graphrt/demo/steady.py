@@ -8,7 +8,7 @@ graphs: they have no padding, and the same inputs on the host.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from statistics import quantiles
+from statistics import median
 from time import perf_counter
 
 import torch
@@ -34,7 +34,7 @@ class SteadySize:
     graph_s: float
     eager_s: float
     noise_s: float
-    """How far the faster quarter of steps spreads: of the two ways the larger."""
+    """From the fastest step to the median: of the two ways the larger."""
 
     @property
     def gain(self) -> float:
@@ -76,7 +76,7 @@ def measure_steady(setup: Setup, graphs: GraphRunner, eager: GraphRunner) -> lis
                 setup.platform.synchronize()
                 if turn >= 0:
                     times[runner].append(perf_counter() - start)
-        noise_s = max(quantiles(each, n=4)[0] - min(each) for each in times.values())
+        noise_s = max(median(each) - min(each) for each in times.values())
         fastest = min(times[graphs]), min(times[eager])
         measured.append(SteadySize(mode, tokens, *fastest, noise_s))
     return sorted(measured, key=lambda each: (each.mode.name, each.tokens))
