@@ -34,8 +34,9 @@ def extent_of(part: torch.Tensor) -> Extent:
     """Where a tensor is in its storage."""
     if part.is_nested:
         return 0, part.untyped_storage().nbytes(), True, id(part)
-    dims = zip(part.shape, part.stride(), strict=True)
-    length = 1 + sum((int(size) - 1) * int(stride) for size, stride in dims)
+    length = 1
+    for size, stride in zip(part.shape, part.stride(), strict=True):
+        length += (int(size) - 1) * int(stride)
     bytes_each = part.element_size()
     start = int(part.storage_offset()) * bytes_each
     form = tuple(part.shape), part.stride(), part.dtype
