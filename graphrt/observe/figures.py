@@ -137,11 +137,3 @@ report = _record({
     "steps": _list(_record(_STEPS)), "trust": _record(_TRUST),
 })  # fmt: skip
 """A report as `RunnerReport.to_dict()` makes it."""
-
-slice_event = _record({
-    "pid": _count, "tid": _count, "name": _line, "ts": _number, "dur": _number,
-})  # fmt: skip
-"""A slice of a trace."""
-
-track_event = _record({"pid": _count, "tid": _count, "args": _record({"name": _line})})
-"""The name of a track."""

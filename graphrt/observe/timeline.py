@@ -3,7 +3,7 @@
 The file is in Chrome's trace format (https://ui.perfetto.dev opens it). Each runner is a process
 with four tracks: captures and trials, steps by graphs, eager steps, findings. Captures that were
 over before the trace are drawn right before its beginning. The report of each runner is in the file
-too, so that `graphrt report trace.json` makes a page with the timeline.
+too, so that `graphrt report trace.json` makes a page of the run.
 
 Times are the host's. On a device a step returns once it is launched. torch's profiler shows what
 the device does: it gets a range for every step and capture.

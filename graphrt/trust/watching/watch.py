@@ -211,7 +211,10 @@ class Watch(ThreadMode):
         elif self.is_compared:
             from_inputs = self._use(op, facts, values, targets)
         else:
-            self._note_outside(values)
+            # From outside, if no operator has made it.
+            for _, key, _ in tree.placed(values, parts=True):
+                if key is not None:
+                    self._memory.setdefault(key, None)
         if self._follows is not None:
             self._follow(op, args, self._follows)
         self.trace.append(op)
@@ -223,12 +226,6 @@ class Watch(ThreadMode):
         if not facts.makes_no_memory:
             self._note_made(op, result, from_inputs)
         return result
-
-    def _note_outside(self, values: Sequence[Any]) -> None:
-        """Note that arguments of an operator are from outside, if no operator has made them."""
-        for _, key, _ in tree.placed(values, parts=True):
-            if key is not None:
-                self._memory.setdefault(key, None)
 
     def _note_written(self, targets: list[torch.Tensor], from_inputs: bool) -> None:
         """Note that an operator has written its `targets`, with values computed `from_inputs`."""
