@@ -18,6 +18,7 @@ from graphrt.core.base.log import logger
 from graphrt.core.batch.context import CaptureTransaction
 from graphrt.core.batch.descriptor import BatchDescriptor, room_for_reqs
 from graphrt.core.batch.modes import GraphMode
+from graphrt.core.capture.constants import Lifting
 from graphrt.core.capture.options import Sealing
 from graphrt.core.capture.state import as_states
 from graphrt.core.capture.wrapper import GraphWrapper
@@ -85,17 +86,13 @@ class PreparedStep:
         self.call: Any = setup.run_forward if self.wrapper is None else self.wrapper
         # None too where inputs of this size are too large to be fetched.
         self.ring = None if self.wrapper is None or layout.fetch is None else setup.ring
-        # To look at every operator for constants made on the host slows a capture, and most
-        # forwards make none. So the first capture that needs it is repeated with it, and those
-        # after it do so at once.
-        last = next(reversed(graphs.begun.values()), None)
         self.transaction: CaptureTransaction = CaptureTransaction(
             # -1 is no slot: an eager run has no graph.
             -1 if mode is GraphMode.NONE else graphs.dispatcher.reserve(mode, descriptor),
             # The storages that hold the inputs at every step.
             frozenset(view.untyped_storage().data_ptr() for view in layout.views.values()),
             metadata_is_declared=setup.host.metadata is not None,
-            lifts_constants=last is not None and last.transaction.lifts_constants,
+            lifting=graphs.lifting,
             dispatcher=graphs.dispatcher,
         )
         self.outputs = LiveOutputs(
@@ -212,6 +209,7 @@ class GraphTable:
         self._records: list[GraphRecord] = []
         self.left_out: dict[int, DroppedGraph | None] = {}
         self.sealing = Sealing(setup.options)
+        self.lifting = Lifting()
         self.named = NamedWeights(setup.forward, [module.weights for module in setup.compiled])
         self.checks = checks
         self.setup = setup
