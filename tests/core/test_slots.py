@@ -168,6 +168,7 @@ def runner_of_rows(platform, **options):
     )
 
 
+@pytest.mark.trust
 def test_the_first_steps_by_slot_are_trials(platform):
     runner = runner_of_rows(platform, strict=True)
     runner.capture()
