@@ -208,7 +208,7 @@ def test_inputs_state_and_eager_part_results_are_not_taken_for_weights(mode, out
         sizes=[2, 4],
         platform="cpu",
         options=GraphOptions(outputs=outputs),
-        host=Host(state=[counter, State(table, rows=slice(0, 1))]),
+        host=Host(state=[counter, State(table[:1])]),
     )
     run.capture()
     run.weights_changed()

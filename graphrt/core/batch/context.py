@@ -32,7 +32,7 @@ class CaptureTransaction:
       in the step, and raises.
     - `fixed`: the addresses of the storages in which every step of the graph finds its inputs.
     - `metadata_is_declared`: the context's metadata is right for every step.
-    - `lifting`: the `Lifting` of a runner (constants.py); None where no runner captures.
+    - `lifting`: whether constants are lifted: see constants.py. None where no runner captures.
     - `tells_pool`: a wrapper tells its pool what it captured; else the maker of this object does.
     - `may_draw`: no warm-up has shown that the forward draws no random numbers on the host.
     - `work`: the `GraphWork` that a warm-up of the same kind issued, or None.

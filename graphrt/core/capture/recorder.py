@@ -176,7 +176,7 @@ class Recorder:
             # Constants that an earlier piece returned may be read.
             unreadable = [t for t in tensors if not bake and not (constants and constants.take(t))]
             check_host = guard.host_check(unreadable, error, may_draw=transaction.may_draw)
-        rules = refusals.rules_for(device_type, context.mode)
+        rules = refusals.rules_for(refusals.OPERATORS, device_type, context.mode)
         self._guard = guard.CaptureGuard(
             self, context, listed, check_host, constants, pool._owns, rules
         )
