@@ -461,15 +461,13 @@ class RunnerCapture:
             call = partial(graph.call, **graph.arguments(fresh=True))
             return call if count is None else partial(count.run, call)
 
-        tokens, fixed = graph.descriptor.num_tokens, graph.transaction.fixed
         with context:
             if captures:
                 in_one = graph.wrapper is not None
                 outputs = state.capture(graph.mode, graph.descriptor, calls(), in_one=in_one)
             else:
-                outputs = state.run(kind, tokens, fixed, calls)
-                graph.check_written(state.inputs_written)
-            graph.outputs.axes.see(tokens, graph.reqs, outputs)
+                outputs = state.run(kind, graph.descriptor.num_tokens, graph.layout.views, calls)
+            graph.outputs.axes.see(graph.descriptor.num_tokens, graph.reqs, outputs)
 
     def _settle(self, *, more: bool, probes: bool = True) -> None:
         """Find the batch axes of the outputs, with `probes` by eager runs if need be, and prepare
