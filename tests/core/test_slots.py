@@ -131,7 +131,7 @@ def test_a_slot_can_be_reused_and_keyword_inputs_override_its_values(platform):
         more = {**inputs, "ids": inputs["ids"] + 7}
         assert torch.equal(runner(slot, ids=more["ids"])["rows"], forward(**more)["rows"])
         assert torch.equal(slot["ids"], inputs["ids"])
-    with pytest.raises(InvalidBatchError, match="before there are inputs"):
+    with pytest.raises(InvalidBatchError, match="before inputs say"):
         runner.slot(Batch(3))
 
 
