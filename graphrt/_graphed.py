@@ -350,7 +350,7 @@ def _try(
                 return call.forward(**_nested(call.values, writes.inputs))
 
         try:
-            outputs = watch.run(None, count, frozenset(), lambda: forward)
+            outputs = watch.run(None, count, writes.inputs, lambda: forward)
         finally:
             watch.restore()
         layout.see(count, count, outputs)

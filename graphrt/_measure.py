@@ -93,8 +93,8 @@ def _times_of(executor: StepExecutor, undo: Undo, dispatch: Dispatch) -> tuple[f
             return forward()
 
     def watched(forward: Callable[[], Any]) -> Any:
-        tokens, fixed = dispatch.descriptor.num_tokens, prepared.transaction.fixed
-        return watch.run(None, tokens, fixed, lambda: forward)
+        tokens, inputs = dispatch.descriptor.num_tokens, prepared.layout.views
+        return watch.run(None, tokens, inputs, lambda: forward)
 
     def by_graph() -> None:
         # As the engine does: what is a single graph needs no context.

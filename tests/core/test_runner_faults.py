@@ -756,6 +756,7 @@ class Ended(CpuPlatform):
         return super().end_capture(graph)
 
 
+@pytest.mark.trust
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 def test_a_capture_that_another_thread_has_ended_is_made_once_more(mode):
     count = torch.zeros(1)

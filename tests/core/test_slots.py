@@ -131,7 +131,7 @@ def test_a_slot_can_be_reused_and_keyword_inputs_override_its_values(platform):
         more = {**inputs, "ids": inputs["ids"] + 7}
         assert torch.equal(runner(slot, ids=more["ids"])["rows"], forward(**more)["rows"])
         assert torch.equal(slot["ids"], inputs["ids"])
-    with pytest.raises(InvalidBatchError, match="before there are inputs"):
+    with pytest.raises(InvalidBatchError, match="before inputs say"):
         runner.slot(Batch(3))
 
 
@@ -168,6 +168,7 @@ def runner_of_rows(platform, **options):
     )
 
 
+@pytest.mark.trust
 def test_the_first_steps_by_slot_are_trials(platform):
     runner = runner_of_rows(platform, strict=True)
     runner.capture()

@@ -140,6 +140,7 @@ def same(out: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> Non
         torch.testing.assert_close(out[name].cpu(), tensor.cpu())
 
 
+@pytest.mark.trust
 @pytest.mark.parametrize("level", ["off", "capture", "always"])
 @pytest.mark.parametrize("outputs", ["pool", "static", "clone"])
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])

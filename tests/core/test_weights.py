@@ -79,6 +79,7 @@ def write(model: Scaled) -> None:
         model.linear.weight.copy_(torch.eye(4))
 
 
+@pytest.mark.trust
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("way", KNOWN)
@@ -137,6 +138,7 @@ def test_weights_of_a_scripted_module_are_tracked_only_through_its_parent_module
         run.weights_changed()
 
 
+@pytest.mark.trust
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("way", ["function", "engine's method"])
@@ -154,6 +156,7 @@ def test_a_watched_warm_up_finds_the_weights_that_a_function_reads(way, change, 
     run.weights_changed()
 
 
+@pytest.mark.trust
 @pytest.mark.parametrize("kind", ["dict", "list"])
 def test_weights_changed_finds_a_replaced_weight_in_a_list_or_dict(kind):
     weights: Any = {"w": torch.ones(4)} if kind == "dict" else [torch.ones(4)]
@@ -166,12 +169,14 @@ def test_weights_changed_finds_a_replaced_weight_in_a_list_or_dict(kind):
         run.weights_changed()
 
 
+@pytest.mark.trust
 def test_weights_changed_accepts_a_forward_that_reads_no_weights():
     run = runner(lambda x: (x + 1).softmax(0) * torch.tensor([1.0, 2.0, 3.0, 4.0]) * 2.0)
     run.capture()
     run.weights_changed()
 
 
+@pytest.mark.trust
 def test_weights_changed_raises_untracked_for_a_weight_in_an_iterator():
     weights = itertools.repeat(torch.ones(4))
     run = runner(lambda x: x * next(weights))
@@ -180,6 +185,7 @@ def test_weights_changed_raises_untracked_for_a_weight_in_an_iterator():
         run.weights_changed()
 
 
+@pytest.mark.trust
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 @pytest.mark.parametrize("outputs", ["pool", "static", "clone"])
 def test_inputs_state_and_eager_part_results_are_not_taken_for_weights(mode, outputs):
@@ -202,7 +208,7 @@ def test_inputs_state_and_eager_part_results_are_not_taken_for_weights(mode, out
         sizes=[2, 4],
         platform="cpu",
         options=GraphOptions(outputs=outputs),
-        host=Host(state=[counter, State(table, rows=slice(0, 1))]),
+        host=Host(state=[counter, State(table[:1])]),
     )
     run.capture()
     run.weights_changed()
@@ -221,6 +227,7 @@ def test_an_untracked_weight_read_only_by_an_eager_part_raises():
         run.weights_changed()
 
 
+@pytest.mark.trust
 def test_the_untracked_weights_error_names_the_tensor_and_its_reading_line():
     weights = itertools.repeat(torch.ones(4))
     run = runner(lambda x: x * next(weights))

@@ -201,6 +201,7 @@ def test_a_moved_argument_read_in_an_eager_part_is_refused():
         wrapped(x, torch.ones(4))
 
 
+@pytest.mark.trust
 def test_the_wrapper_of_a_runner_compares_no_arguments():
     runner = GraphRunner(
         lambda x: x + 1,

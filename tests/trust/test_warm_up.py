@@ -49,7 +49,7 @@ def watched(
 
 
 def run(state: WatchedState, function: Callable[[], Any], kind: Any = "a", tokens: int = 4) -> Any:
-    return state.run(kind, tokens, frozenset(), lambda: function)
+    return state.run(kind, tokens, {}, lambda: function)
 
 
 class Model(SimpleNamespace):

@@ -32,8 +32,7 @@ class CaptureTransaction:
       in the step, and raises.
     - `fixed`: the addresses of the storages in which every step of the graph finds its inputs.
     - `metadata_is_declared`: the context's metadata is right for every step.
-    - `lifts_constants`: tensors that the forward makes on the host may be kept in page-locked
-      memory, from which every replay copies them.
+    - `lifting`: whether constants are lifted: see constants.py. None where no runner captures.
     - `tells_pool`: a wrapper tells its pool what it captured; else the maker of this object does.
     - `may_draw`: no warm-up has shown that the forward draws no random numbers on the host.
     - `work`: the `GraphWork` that a warm-up of the same kind issued, or None.
@@ -46,7 +45,7 @@ class CaptureTransaction:
     slot: int = -1
     fixed: frozenset[int] = frozenset()
     metadata_is_declared: bool = False
-    lifts_constants: bool = True
+    lifting: Any = None
     tells_pool: bool = True
     may_draw: bool = True
     work: Any = None

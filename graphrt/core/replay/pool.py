@@ -267,11 +267,9 @@ class PoolStreams:
 
 
 class PoolHolders:
-    """The wrappers that have graphs in a pool, held weakly; how often they have captured; and the
-    host's sessions."""
+    """The wrappers that have graphs in a pool, held weakly; and the host's sessions."""
 
     def __init__(self) -> None:
-        self.captures = 0
         self._each: weakref.WeakSet[HoldsGraphs] = weakref.WeakSet()
         # The sessions of the host that have begun and not ended.
         self._sessions: list[CaptureSession] = []
@@ -394,6 +392,7 @@ class GraphPool(errors.Uncopied):
         self.owner: object | None = None
         self.pieces = PieceSteps()
         self.holders = PoolHolders()
+        self.captures = 0
         self.on_capture: OnCapture | None = None
         # Without it an output could be read after the pool has freed its memory.
         weakref.finalize(self, expire, self.handed_out).atexit = False
@@ -416,11 +415,6 @@ class GraphPool(errors.Uncopied):
     def stream(self) -> Any:
         """The stream that it captures on; None where the device has none."""
         return self.streams.for_captures
-
-    @property
-    def captures(self) -> int:
-        """How often something was captured in it."""
-        return self.holders.captures
 
     @property
     def handle(self) -> Any:
@@ -449,7 +443,7 @@ class GraphPool(errors.Uncopied):
 
     def _captured(self, wrapper: HoldsGraphs, descriptor: BatchDescriptor) -> None:
         """Count a capture, and tell who wants to know."""
-        self.holders.captures += 1
+        self.captures += 1
         if self.on_capture is not None:
             check_callable("on_capture", self.on_capture)
             self.on_capture(wrapper, descriptor)

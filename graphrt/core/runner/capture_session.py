@@ -1,9 +1,8 @@
 """How the graphs of a runner are captured, and when.
 
 `capture_all`, `capture_next` and `capture_for_step` say which: all that are missing, one of them,
-or the one that a step misses. `CaptureSession` captures them, and undoes each that fails.
-`StreamLedger` counts the streams that they take. `graphrt.CaptureSession`, of
-`GraphPool.capture_session()`, is another class: it is for hosts that capture piece by piece.
+or the one that a step misses. `RunnerCapture` captures them, and undoes each that fails.
+`StreamLedger` counts the streams that they take.
 """
 
 from __future__ import annotations
@@ -96,8 +95,8 @@ def progress_of(progress: Progress | bool | None) -> Progress | None:
     return progress
 
 
-# Each of these three is called in a turn of the pool, and makes a new `CaptureSession`: steps
-# between two calls change the state that a session saves.
+# Each of these three is called in a turn of the pool, and makes a new `RunnerCapture`: steps
+# between two calls change the state that it saves.
 
 
 def capture_all(executor: StepExecutor, progress: Progress | None) -> None:
@@ -106,7 +105,7 @@ def capture_all(executor: StepExecutor, progress: Progress | None) -> None:
     graphs.left_out.clear()
     keys = graphs.missing()
     _agree_on(graphs, keys)
-    CaptureSession(graphs).run(keys, progress)
+    RunnerCapture(graphs).run(keys, progress)
     if keys and progress is not None:
         progress(len(keys), len(keys), keys[-1][1])
     _finish(executor)
@@ -119,7 +118,7 @@ def capture_next(executor: StepExecutor) -> CaptureProgress:
     _agree_on(graphs, keys)
     # A plan without graphs has no keys, and its compiled modules still have to compile, once.
     if keys or not (graphs.setup.plan.keys or graphs.sealing.closed):
-        CaptureSession(graphs).run(keys, more=bool(keys))
+        RunnerCapture(graphs).run(keys, more=bool(keys))
     captured, left = tuple(graphs.records[before:]), graphs.missing(left=True)
     # At the last graph, or if nothing is sealed yet: a further call neither warns nor tries again.
     if not left and (captured or not graphs.sealing.closed):
@@ -151,7 +150,7 @@ def capture_for_step(
     values = tree.cloned(declared.check(values, batch.num_tokens, batch.num_reqs))
     key = wanted.mode, wanted.descriptor
     try:
-        CaptureSession(graphs).run([key])
+        RunnerCapture(graphs).run([key])
     except Exception:
         graphs.leave_out([key])
         raise
@@ -204,7 +203,7 @@ def _tell_dropped(graphs: graph_table.GraphTable) -> None:
     )
 
 
-class CaptureSession:
+class RunnerCapture:
     """Captures some graphs of a runner, in a turn of the pool.
 
     1. Compiled modules that are not compiled yet run once, and compile.
@@ -350,8 +349,7 @@ class CaptureSession:
             work = self._warm_up_in_pool(graph)
         warm_up_s = time.perf_counter() - began
         is_cold = not self._setup.options.warmups
-        # Without a warm-up it is unknown whether the forward reads memory of the host.
-        transaction.lifts_constants |= is_cold or self._state.reads_host_memory()
+        self._graphs.lifting.expect(is_cold or self._state.reads_host_memory())
         transaction.may_draw = is_cold or self._state.may_draw()
         transaction.work = work
         self._streams.check(graph, work)
@@ -425,10 +423,9 @@ class CaptureSession:
             # Not from here: while an error is handled it keeps the memory of its capture.
             ended = True
         except errors.PageableCopyError:
-            if graph.transaction.lifts_constants:
+            if not self._graphs.lifting.repeat():
                 raise
             graph.transaction.rollback()
-            graph.transaction.lifts_constants = True
             self._attempt(graph, again=again)
         if ended:
             graph.transaction.rollback()
@@ -486,15 +483,13 @@ class CaptureSession:
             call = partial(graph.call, **graph.arguments(fresh=True))
             return call if count is None else partial(count.run, call)
 
-        tokens, fixed = graph.descriptor.num_tokens, graph.transaction.fixed
         with context:
             if captures:
                 in_one = graph.wrapper is not None
                 outputs = state.capture(graph.mode, graph.descriptor, calls(), in_one=in_one)
             else:
-                outputs = state.run(kind, tokens, fixed, calls)
-                graph.check_written(state.inputs_written)
-            graph.outputs.axes.see(tokens, graph.reqs, outputs)
+                outputs = state.run(kind, graph.descriptor.num_tokens, graph.layout.views, calls)
+            graph.outputs.axes.see(graph.descriptor.num_tokens, graph.reqs, outputs)
 
     def _settle(self, *, more: bool, probes: bool = True) -> None:
         """Find the batch axes of the outputs, with `probes` by eager runs if need be, and prepare

@@ -75,9 +75,10 @@ class Runner(Uncopied, Generic[R]):
         """Run one step on its live rows; returns the live rows of the outputs.
 
         `values` are tensors in the dtypes and live shapes of `inputs`; `batch` may be left out
-        where their shapes say everything. A `slot` stands for both; values beside it take the place
-        of its own. A tensor in its place is the input of a runner that has one alone. `updates` are
-        the host arguments of updatable tasks, `metadata` is what eager parts read from the context.
+        where their shapes say everything. An input slot stands for both; values beside it take the
+        place of its own. A tensor in its place is the input of a runner that has one alone.
+        `updates` are the host arguments of updatable tasks, `metadata` is what eager parts read
+        from the context.
         `agreed` is the graph that ranks have agreed on, by its descriptor or the `Dispatch` of one
         of them: that one is replayed, or none (RANKS_DISAGREE).
 
