@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from graphrt._homes import at_home
 from graphrt.core.batch.context import Announcer
 from graphrt.core.batch.descriptor import Axis
 from graphrt.core.batch.modes import Mode
@@ -63,3 +64,5 @@ __all__ = [
     "UnknownMemory",
     "Updates",
 ]
+
+at_home(__name__, *map(globals().__getitem__, __all__))

@@ -13,7 +13,6 @@ from typing import Any, Protocol, cast, runtime_checkable
 import torch
 
 from graphrt.core.base import errors, settings, tree
-from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import shown, told
 from graphrt.core.base.thread_mode import without_gradients
 from graphrt.core.batch.context import ForwardContext
@@ -194,14 +193,12 @@ def bound_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, 
     }
 
 
-@public("graphrt.types")
 class Part(Protocol):
     """One element of a captured step."""
 
     def replay(self) -> None: ...
 
 
-@public("graphrt")
 @runtime_checkable
 class SegmentHooks(Protocol):
     """What a weight offloader needs around each graph of a wrapper."""
@@ -216,7 +213,6 @@ class SegmentHooks(Protocol):
         """Before every replay of a segment."""
 
 
-@public("graphrt.lowlevel")
 @dataclass(eq=False, repr=False)
 class Segment:
     """A segment that is more than its graph: it has calls `before` each replay, or tasks, which are
@@ -260,7 +256,6 @@ class Segment:
             raise
 
 
-@public("graphrt.lowlevel")
 def graphs_of(parts: Iterable[Part]) -> list[DeviceGraph]:
     """The device graphs among the parts of a step, in order."""
     graphs: list[DeviceGraph] = []
@@ -329,7 +324,6 @@ class TaskTable:
         return values if self.mixed or True in changes.values() else None
 
 
-@public("graphrt.types")
 class Entry:
     """What a wrapper replays for one descriptor: its `parts` in their order, its `outputs`, and as
     `bound` the arguments that its graphs read, by path: see `bound_arguments`. A capture makes it;
