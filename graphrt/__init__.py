@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from graphrt._homes import at_home
 from graphrt._version import __version__
 
 if TYPE_CHECKING:
@@ -169,6 +170,7 @@ if not TYPE_CHECKING:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         module = importlib.import_module(f"graphrt.{_DEFINED_IN[name]}")
         value = globals()[name] = getattr(module, name)
+        at_home(__name__, value)
         return value
 
     def __dir__() -> list[str]:

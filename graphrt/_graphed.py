@@ -22,7 +22,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from graphrt._runner import GraphRunner
 from graphrt.core.base import tree
 from graphrt.core.base.errors import InvalidInputError, InvalidOptionError, Uncopied
-from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import check_callable, check_kind, shown
 from graphrt.core.base.texts import aligned
 from graphrt.core.base.thread_mode import without_gradients
@@ -41,11 +40,14 @@ from graphrt.core.runner.runner import R
 if TYPE_CHECKING:
     pass
 
+_BY_INDEX = ("aten::index_", "aten::_index_put", "aten::scatter_", "aten::put_")
+"""How the names of torch's operators begin that write by an index, their second or third
+argument."""
+
 InputAxes = Mapping[str, "InputSpec | Sequence[int | str | None]"]
 """Name of an input -> the axes of its first dimensions, or its whole spec."""
 
 
-@public("graphrt")
 class Graphed(Uncopied, Generic[R]):
     """A callable with graphs, called like the one that it was made of: see `graphed`. Its `runner`
     has the rest: reports, `recapture()`, `close()`."""
@@ -78,7 +80,6 @@ class Graphed(Uncopied, Generic[R]):
         return "\n".join([f"{self!r}", *aligned(rows)])
 
 
-@public("graphrt")
 def graphed(
     model: Callable[..., R],
     inputs: torch.Tensor | Sequence[Any] | Mapping[str, Any],
@@ -407,7 +408,9 @@ class _AddressedWrites(TorchDispatchMode):
         """Call the operator, and note what whole numbers it passes on and where it writes."""
         kwargs = kwargs or {}
         facts = facts_of(func)
-        addresses = args[1:3] if facts.rows is not None else () if facts.is_aten else (args, kwargs)
+        addresses: Any = (args, kwargs)
+        if facts.is_aten:
+            addresses = args[1:3] if facts.name.startswith(_BY_INDEX) else ()
         if facts.writes and (names := self._names_of(addresses)):
             for tensor in written(facts, args, kwargs):
                 if self._names_of(tensor) != names:

@@ -7,7 +7,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from graphrt.core.base.errors import MissingCapabilityError
-from graphrt.core.base.homes import public
 from graphrt.core.runner.runner import R, Runner
 
 if TYPE_CHECKING:
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from graphrt.core.runner.setup import RunnerSetup
 
 
-@public("graphrt")
 class GraphRunner(Runner[R]):
     """Runs a forward for batches of any size, through graphs captured for some sizes.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from graphrt._graphed import InputAxes
+from graphrt._homes import at_home
 from graphrt.core.batch.context import Announcer
 from graphrt.core.batch.descriptor import Axis
 from graphrt.core.batch.modes import Mode
@@ -67,3 +68,5 @@ __all__ = [
     "UnknownMemory",
     "Updates",
 ]
+
+at_home(__name__, *map(globals().__getitem__, __all__))

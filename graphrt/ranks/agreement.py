@@ -17,7 +17,6 @@ from typing_extensions import Self
 from graphrt._runner import GraphRunner
 from graphrt._version import __version__
 from graphrt.core.base.errors import GraphRTError, InvalidBatchError, InvalidOptionError
-from graphrt.core.base.homes import public
 from graphrt.core.base.log import logger
 from graphrt.core.base.option_values import shown
 from graphrt.core.batch.descriptor import (
@@ -50,7 +49,6 @@ from graphrt.ranks.heartbeat import Heartbeat, Sign, named
 from graphrt.ranks.stepping import Answer, RankedSteps, padding_of
 
 
-@public("graphrt.ranks")
 class Agreement:
     """Lets the ranks of one group vote on the graph of each step, so that all of them replay the
     same one.
@@ -393,7 +391,6 @@ class Agreement:
         )
 
 
-@public("graphrt.ranks")
 class PendingVote:
     """A vote that is under way: `result()` waits for it.
 

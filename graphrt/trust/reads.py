@@ -200,8 +200,8 @@ class ReadSet:
         if NativeGlances is not None:
             return NativeGlances(tuple(slots), tuple(parts), looks, MISSING, settings)
         # Made of iterators that run in C, as every step takes an answer.
-        of_slots = _in_turn(is_, [(get, was) for get, _, was in slots])
-        of_tensors = _in_turn(eq, [(functools.partial(get, held), was) for held, get, was in parts])
+        of_slots = in_turn(is_, [(get, was) for get, _, was in slots])
+        of_tensors = in_turn(eq, [(functools.partial(get, held), was) for held, get, was in parts])
         rings = [of_slots] * looks[0] + [of_tensors] * looks[1]
         return map(all, zip(settings, *rings, strict=False))
 
@@ -361,7 +361,7 @@ def _memory_of(held: Any) -> object:
     return where_is(held) if issubclass(type(held), torch.Tensor) else id(held)
 
 
-def _in_turn(
+def in_turn(
     same: Callable[[Any, Any], bool], looks: Sequence[tuple[Callable[[], Any], Any]]
 ) -> Iterator[bool]:
     """Answers without end, for one look after the other: whether it returns what it did."""

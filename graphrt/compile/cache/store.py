@@ -21,7 +21,6 @@ from pathlib import Path
 
 from graphrt.compile.cache.permissions import opened, read_file
 from graphrt.core.base.errors import InvalidOptionError
-from graphrt.core.base.homes import public
 from graphrt.core.base.texts import printable, size_text
 
 MAGIC = "graphrt compile cache 2"
@@ -132,7 +131,6 @@ def remove_tree(path: Path) -> None:
             path.unlink()
 
 
-@public("graphrt.compile")
 class CompileCacheWarning(UserWarning):
     """An entry is not used, could not be written, or is where others may write."""
 

@@ -71,7 +71,7 @@ class Outside:
     def check_settings(self) -> None:
         """Raise `RetraceError` if a setting of the process that operators depend on has changed;
         call it without gradients. It takes a fraction of a microsecond."""
-        if not self._ambient.holds() and (changes := self._ambient.differences()):
+        if not next(self._ambient.looks) and (changes := self._ambient.differences()):
             text = changes[0].replace("capture", "the trace")
             raise _changed(changes[0].partition(":")[0], text, advice=_SAME_SETTINGS)
         if function_modes() != self._modes:

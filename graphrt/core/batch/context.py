@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 from graphrt.core.base.errors import InvalidOptionError
-from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import check_callable, check_kind
 from graphrt.core.batch.descriptor import Batch, BatchDescriptor, checked_batch
 from graphrt.core.batch.modes import GraphMode
@@ -21,7 +20,6 @@ R = TypeVar("R")
 _NONE, _PIECEWISE, _FULL = GraphMode.NONE, GraphMode.PIECEWISE, GraphMode.FULL
 
 
-@public("graphrt.lowlevel")
 @dataclass(eq=False)
 class CaptureTransaction:
     """Allows the wrappers of a step to capture while it is in their context, and takes back what
@@ -66,7 +64,6 @@ class CaptureTransaction:
             self.captured.pop()
 
 
-@public("graphrt.types")
 class Announcer(Protocol):
     """Announces steps as those of a graph, and counts where the graph was not replayed."""
 
@@ -74,7 +71,6 @@ class Announcer(Protocol):
         """Note that a wrapper ran the step of this context eagerly, as it has no graph for it."""
 
 
-@public("graphrt")
 @dataclass(slots=True, eq=False, repr=False)
 class ForwardContext:
     """One step: its runtime mode, the descriptor of its graph, and its task updates.
@@ -186,7 +182,6 @@ current_context: Callable[[], ForwardContext | None] = _current.get
 """The context of this step, or None outside of one. (The bound C method: it is on the hot path.)"""
 
 
-@public("graphrt")
 def forward_context(
     mode: GraphMode | str,
     descriptor: BatchDescriptor | None = None,
@@ -218,7 +213,6 @@ def forward_context(
     )
 
 
-@public("graphrt")
 def carry_context(function: Callable[P, R]) -> Callable[P, R]:
     """`function` bound to the context of this thread, for running it in another one.
 

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from graphrt.core.base.errors import InvalidBatchError, InvalidInputError
-from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import (
     MOST,
     check_hashable,
@@ -57,7 +56,6 @@ class _Named(NamedTuple):
     variant: Hashable
 
 
-@public("graphrt")
 class BatchDescriptor(_Named):
     """The shape that one graph was captured for; a tuple, because one is built for every batch that
     no graph serves.
@@ -151,7 +149,6 @@ class _Fields(NamedTuple):
     exclude: frozenset[GraphMode]
 
 
-@public("graphrt")
 class Batch(_Fields):
     """What the host knows about this step; a tuple, because one is built for every step.
 
@@ -339,7 +336,6 @@ AXES = ("tokens", "rows", "reqs")
 _AXIS = re.compile(r"\s*(\w+?)\s*(?:\+\s*(\d{1,18})\s*)?")
 
 
-@public("graphrt.types")
 class Axis(NamedTuple):
     """A batch axis in a shape, with a constant added: "tokens", "rows", "reqs" or "reqs+1"."""
 

@@ -25,7 +25,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from graphrt.core.base import torch_names, tree
 from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base.errors import CaptureError, GraphRTError, InvalidOptionError
-from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import check_callable, shown
 from graphrt.core.base.thread_mode import ThreadMode, remove_dispatch_mode
 from graphrt.core.batch.context import ForwardContext
@@ -488,7 +487,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-@public("graphrt")
 def eager_break(function: Callable[P, R]) -> Callable[P, R]:
     """Mark a function to run eagerly between two segments of a PIECEWISE capture.
 

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphrt.core.base import tree
+from graphrt.core.base import settings, tree
 from graphrt.core.base._undo import Undo, undo_after, undoing
 from graphrt.core.base.errors import GraphRTError
 from graphrt.core.base.thread_mode import outside_modes, set_for_capture, unseen
@@ -232,7 +232,7 @@ class Recorder:
         undo.enter(platform.on_stream(platform.capture_stream(pool.stream, work)))
         pool._expire_outputs()
         undo.after_error(partial(self.discard, depth))
-        self._settings = entry.settings_now() if self.breakable else {}
+        self._settings = settings.around_part() if self.breakable else {}
         self._begin()
         result = body()
         self._end()

@@ -8,14 +8,12 @@ from typing import Any
 import torch
 
 from graphrt.core.base.errors import InvalidOptionError, StaleInputError, StateTooLargeError
-from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import check_kind, check_takes, shown
 from graphrt.core.base.thread_mode import without_gradients
 from graphrt.core.base.torch_names import inference_guard
 from graphrt.core.capture.refusals import described
 
 
-@public("graphrt")
 class State:
     """One piece of state: a tensor, such as some rows of a cache, or the host's own way to save it.
 

@@ -28,7 +28,6 @@ from typing import Any, Literal
 import pluggy
 
 from graphrt.core.base.errors import PlatformError, warn_caller
-from graphrt.core.base.homes import public
 from graphrt.core.base.log import logger
 from graphrt.core.base.option_values import check_kind, flag, refused, shown
 from graphrt.core.base.texts import printable
@@ -40,13 +39,13 @@ FAILURES = (Exception, SystemExit)
 not end the host. A Ctrl-C is the user's, and is raised."""
 
 
-@public("graphrt.errors")
 class PluginWarning(UserWarning):
     """A plugin or platform is broken and was left out: `graphrt doctor` shows its traceback. Or a
     plugin's platform became the default, and nobody had named it."""
 
+    __module__ = "graphrt.errors"
 
-@public("graphrt.platforms")
+
 @dataclass
 class FoundPlatform:
     """One platform, or one plugin that could not give its platforms.
@@ -120,7 +119,6 @@ hookspec = pluggy.HookspecMarker("graphrt")
 hookimpl = pluggy.HookimplMarker("graphrt")
 
 
-@public("graphrt.platforms")
 class PlatformHooks:
     """What a plugin may implement."""
 
@@ -130,7 +128,6 @@ class PlatformHooks:
         raise NotImplementedError
 
 
-@public("graphrt.platforms")
 class PlatformRegistry:
     """The platforms that plugins and graphrt itself supply. Nothing is looked for before use.
 
@@ -351,19 +348,16 @@ class PlatformRegistry:
 _default = PlatformRegistry()
 
 
-@public("graphrt")
 def current_platform() -> Platform:
     """The platform that is used where none is given; see `PlatformRegistry.current`."""
     return _default.current()
 
 
-@public("graphrt.platforms")
 def installed_platforms() -> tuple[FoundPlatform, ...]:
     """Every platform that is installed, available or not, and every plugin that is broken."""
     return _default.platforms()
 
 
-@public("graphrt")
 def get_platform(name: str | None = None, *, must_be_available: bool = True) -> Platform:
     """The installed platform of that name, or the current one for None."""
     if name is None:
@@ -371,13 +365,11 @@ def get_platform(name: str | None = None, *, must_be_available: bool = True) -> 
     return _default.get(name, must_be_available=must_be_available)
 
 
-@public("graphrt.platforms")
 def register(plugin: object, name: str | None = None) -> str:
     """Add a plugin to the default registry of this process; returns its name."""
     return _default.register(plugin, name)
 
 
-@public("graphrt.platforms")
 def resolve_platform(
     platform: Platform | str | None, *, must_be_available: bool = True
 ) -> Platform:

@@ -14,7 +14,6 @@ from typing import Any, final
 import torch
 
 from graphrt.core.base.errors import GraphRTError, InvalidBatchError
-from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import refused
 from graphrt.core.batch.descriptor import Batch, checked_batch
 from graphrt.core.device.platform import Platform
@@ -27,7 +26,6 @@ _CACHED_LAYOUTS = 1024
 
 
 @final
-@public("graphrt")
 class InputSlot(dict[str, torch.Tensor]):
     """Host memory for the inputs of `batch`: `slot[name]` is the live rows of an input, by its
     (dotted) name, as a CPU tensor, which holds padding until it is written.

@@ -13,7 +13,6 @@ from typing import Any, TypeAlias
 import torch
 
 from graphrt.core.base.errors import GraphRTError, InvalidInputError, OverwrittenOutputError
-from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import refused
 from graphrt.core.batch.descriptor import Axis
 
@@ -21,7 +20,6 @@ _MOST_BLOCKS = 1 << 16
 """The most pieces in front of a batch axis: each is a copy of its own at every step."""
 
 
-@public("graphrt")
 @dataclass(frozen=True)
 class InputSpec:
     """One input of a forward: its dtype, its shape with named batch axes, and its padding.

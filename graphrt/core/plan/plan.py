@@ -15,7 +15,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from graphrt.core.base.errors import InvalidOptionError, ResourceExhaustedError
-from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import check_kind, count_of, items_of
 from graphrt.core.base.texts import printable
 from graphrt.core.batch.descriptor import checked_variant
@@ -41,7 +40,6 @@ class SizeArguments(TypedDict, total=False):
     traffic: Traffic | None
 
 
-@public("graphrt.types")
 class PlanArguments(SizeArguments, total=False):
     """The arguments of `Plan`, which `GraphRunner` takes too."""
 
@@ -130,7 +128,6 @@ def check_plan_arguments(names: Collection[str], beside: object = None) -> None:
         )
 
 
-@public("graphrt")
 class Plan:
     """Which graphs a host's batches need: the mode, the sizes, the keys, and what a budget holds.
 

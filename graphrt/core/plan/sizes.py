@@ -8,7 +8,6 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from graphrt.core.base.errors import InvalidOptionError
-from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import count_of, items_of, refused, shown
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode, Mode
@@ -26,7 +25,6 @@ _MOST_GRAPHS = 1 << 17
 is far more than anybody captures: listing the graphs of a mistake would take minutes."""
 
 
-@public("graphrt.types")
 @dataclass(frozen=True)
 class CaptureSizes:
     """The sizes that can be captured for one host; those of a `Plan` are captured.

@@ -18,7 +18,6 @@ import torch
 
 from graphrt.core.base import errors, tree
 from graphrt.core.base._undo import Undo
-from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import check_callable
 from graphrt.core.batch.context import ForwardContext
 from graphrt.core.batch.descriptor import BatchDescriptor
@@ -95,7 +94,6 @@ if hasattr(os, "register_at_fork"):  # nothing forks on Windows
     os.register_at_fork(after_in_child=_in_child)
 
 
-@public("graphrt.types")
 class HoldsGraphs(Protocol):
     """An owner of graphs in a pool, such as a wrapper."""
 
@@ -299,7 +297,6 @@ class PoolHolders:
             holder.in_session(bool(self._sessions))
 
 
-@public("graphrt")
 class CaptureSession:
     """What was captured in a pool since this, of `GraphPool.capture_session()`, was entered."""
 
@@ -340,7 +337,6 @@ class CaptureSession:
         return None if now is None or self._bytes is None else now - self._bytes
 
 
-@public("graphrt")
 class GraphPool(errors.Uncopied):
     """Memory that graphs share when they never run concurrently: sizes, pieces, target and draft.
 

@@ -21,7 +21,6 @@ import torch
 from graphrt.core.base import option_values, tree
 from graphrt.core.base._undo import Undo, note, undoing
 from graphrt.core.base.errors import InvalidOptionError, InvalidUpdateError, MissingUpdateError
-from graphrt.core.base.homes import public
 from graphrt.core.batch.context import ForwardContext, current_context
 from graphrt.core.batch.descriptor import Axis, Batch, BatchDescriptor
 from graphrt.core.replay.recording import counted, current_capture, in_task
@@ -58,7 +57,6 @@ DEFERRED: Final = _Marker("DEFERRED")
 with its `update`. Until then nothing else may run in its pool."""
 
 
-@public("graphrt")
 @dataclass(frozen=True)
 class HostArg:
     """One host argument of a task.
@@ -208,7 +206,6 @@ def _whole(key: str, value: Any, axis: str) -> list[int]:
     ) from cause
 
 
-@public("graphrt")
 class UpdatableTask:
     """An operator with host arguments, declared once and called in the forward.
 
@@ -363,7 +360,6 @@ class UpdatableTask:
         }
 
 
-@public("graphrt.lowlevel")
 @dataclass(eq=False, repr=False)
 class CapturedTask:
     """One task of a captured segment: its `handle` is what the platform's bracket returned, its

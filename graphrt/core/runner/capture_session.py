@@ -20,7 +20,6 @@ import torch.distributed as dist
 
 from graphrt.core.base import errors, tree
 from graphrt.core.base._undo import Undo, note, undoing
-from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import check_takes
 from graphrt.core.base.texts import counted, seconds_text
 from graphrt.core.batch.context import ForwardContext
@@ -46,7 +45,6 @@ _WIDTH = 24
 """The characters of a progress bar: with the text behind it a line fits into a terminal."""
 
 
-@public("graphrt.types")
 @dataclass(frozen=True)
 class CaptureProgress:
     """The result of one `capture_next()`.

@@ -7,12 +7,10 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from graphrt.core.base.homes import public
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
 
 
-@public("graphrt.types")
 class TensorUse(NamedTuple):
     """One piece of memory that graphs read, beside their inputs: a whole storage, in `bytes`.
 
@@ -29,7 +27,6 @@ class TensorUse(NamedTuple):
     source: str
 
 
-@public("graphrt.types")
 class UnknownBlock(NamedTuple):
     """Memory in use, outside of graph pools, that graphs may touch and no watched run has used.
 
@@ -47,7 +44,6 @@ class UnknownBlock(NamedTuple):
         return f"{self.bytes} bytes at {self.address:#x}, in {self.nodes} nodes{name}"
 
 
-@public("graphrt.types")
 class UnknownMemory(NamedTuple):
     """All such blocks, the most used first; what `unread` nodes touch cannot be told."""
 
@@ -55,7 +51,6 @@ class UnknownMemory(NamedTuple):
     unread: int
 
 
-@public("graphrt.types")
 @dataclass
 class TrialRecord:
     """The findings of trials of one graph. `notes` are differences that are no failure."""
@@ -72,7 +67,6 @@ class TrialRecord:
     notes: tuple[str, ...] = ()
 
 
-@public("graphrt.types")
 @dataclass(frozen=True)
 class TrustReport:
     """What is known of whether the graphs equal their forward.

@@ -11,7 +11,6 @@ from typing import Any
 
 from graphrt.core.base import errors
 from graphrt.core.base._native_door import NativeReplay
-from graphrt.core.base.homes import public
 from graphrt.core.base.log import logger
 from graphrt.core.batch.context import CaptureTransaction
 from graphrt.core.batch.descriptor import BatchDescriptor, room_for_reqs
@@ -31,7 +30,6 @@ from graphrt.core.runner.setup import RunnerSetup
 from graphrt.core.runner.weights import NamedWeights
 
 
-@public("graphrt.types")
 @dataclass(frozen=True)
 class GraphRecord:
     """What capturing one graph took."""
@@ -57,7 +55,6 @@ class GraphRecord:
     """Seconds of its forward, run eagerly on the same padded inputs."""
 
 
-@public("graphrt.types")
 @dataclass(frozen=True)
 class DroppedGraph:
     """A graph that did not fit on the device; its sizes run eagerly."""

@@ -13,7 +13,6 @@ import torch
 
 from graphrt._version import __version__
 from graphrt.core.base.files import write_whole
-from graphrt.core.base.homes import public
 from graphrt.core.base.texts import aligned, counted, listed, printable, seconds_text, size_text
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
@@ -36,7 +35,6 @@ _MOST_ROWS = 24
 the most steps."""
 
 
-@public("graphrt")
 @dataclass(frozen=True, repr=False)
 class RunnerReport:
     """A snapshot of one runner; every figure is a count, in seconds or in bytes, as named.
