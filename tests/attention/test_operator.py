@@ -147,8 +147,8 @@ def check(
     [
         ("sdpa", True),
         ("sdpa", False),
-        ("triton", True),
         # Who wraps the pieces does not depend on the kernels, which are interpreted here.
+        pytest.param("triton", True, marks=pytest.mark.long),
         pytest.param("triton", False, marks=pytest.mark.long),
     ],
 )
