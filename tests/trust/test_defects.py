@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.draws import rest_long
 from tests.trust.defects import DEFECTS, as_expected
 from tests.trust.scenario import Defect
 from tests.trust.twins import HAS_LEVELS, LEVELS, run
@@ -37,7 +38,7 @@ def test_at_level_always_every_defect_is_right_or_named_in_time(each: Defect, de
     assert each.drifts or outcome.wrong_after == 0, outcome
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", rest_long(LEVELS, "capture", "always"))
 @pytest.mark.parametrize(("each", "device"), cases(clean=True))
 def test_a_clean_forward_is_replayed_without_warnings_at_every_level(
     each: Defect, device: str, level: str

@@ -41,6 +41,7 @@ from graphrt.errors import (
 )
 from graphrt.trust.checks import Checks
 from graphrt.trust.reads import ReadSet
+from tests.draws import rest_long
 from tests.trust.host_programs import WIDTH, Net
 
 IS_TOLD = NativeWatch is not None
@@ -339,7 +340,7 @@ class Keyed(Loop):
         return sum(each.steps for graph in graphs for each in graph.trials.records)
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("name", rest_long(CHANGES, "number", "hook", "weight"))
 def test_a_change_is_found_at_the_next_replay_of_a_keyed_graph(name: str) -> None:
     net = Net()
     engine = Keyed(net)
