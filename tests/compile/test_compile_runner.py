@@ -28,6 +28,7 @@ from graphrt.core.base.errors import (
 from graphrt.core.base.torch_names import can_mark_unreadable
 from graphrt.core.batch.modes import AttentionSupport, PieceProvider
 from graphrt.core.dispatch.reasons import Reason
+from tests.draws import rest_long
 from tests.models.llama import Llama, check_both_modes, llama_runner, step_inputs
 
 
@@ -249,15 +250,22 @@ def test_results_of_compiled_pieces_are_cloned_or_in_place_as_options_say(output
             assert torch.equal(first, kept)
 
 
+SUPPORT = [
+    (AttentionSupport.ALWAYS, GraphMode.FULL),
+    (AttentionSupport.UNIFORM_BATCH, GraphMode.FULL_DECODE_ONLY),
+    (AttentionSupport.NEVER, GraphMode.NONE),
+]
+PIECES = ["auto", "fx", "breakable", None]
+
+
 @pytest.mark.parametrize(
-    ("support", "mode"),
-    [
-        (AttentionSupport.ALWAYS, GraphMode.FULL),
-        (AttentionSupport.UNIFORM_BATCH, GraphMode.FULL_DECODE_ONLY),
-        (AttentionSupport.NEVER, GraphMode.NONE),
-    ],
+    ("support", "mode", "pieces"),
+    rest_long(
+        [(*each, pieces) for each in SUPPORT for pieces in PIECES],
+        *((*each, "auto") for each in SUPPORT),
+        *((*SUPPORT[0], pieces) for pieces in PIECES),
+    ),
 )
-@pytest.mark.parametrize("pieces", ["auto", "fx", "breakable", None])
 def test_a_forward_without_splitting_operators_is_a_single_full_graph(support, mode, pieces):
     model, pool = Llama(layers=1), GraphPool("cpu")
     compiled = compile_module(model, pool=pool, options=CompileOptions(splitting_ops=[]))

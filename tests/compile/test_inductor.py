@@ -52,14 +52,14 @@ def symbolic(size: int) -> tuple[torch.Tensor, torch.SymInt]:
 def test_pieces_compiled_by_inductor_give_eager_results(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     torch.manual_seed(0)
-    model = Llama(layers=2)
+    model = Llama(layers=1)
     original = copy.deepcopy(model)
     pool = GraphPool("cpu")
     compiled = compile_module(model, pool=pool, options=options(tmp_path))
     with small_runner(model, pool) as runner:
         runner.capture()
         assert compiled.figures.backend == "inductor"
-        assert (compiled.figures.compilations, compiled.figures.loads) == (3, 0)
+        assert (compiled.figures.compilations, compiled.figures.loads) == (2, 0)
         for step, size in enumerate((1, 2, 3, 8, 11)):
             inputs = step_inputs(size, step=step)
             with torch.no_grad():
@@ -74,7 +74,7 @@ def test_pieces_compiled_by_inductor_give_eager_results(tmp_path, monkeypatch):
 
     again = compile_module(copy.deepcopy(original), options=options(tmp_path))
     again.ensure_compiled(**step_inputs(4))
-    assert (again.figures.compilations, again.figures.loads) == (0, 3)
+    assert (again.figures.compilations, again.figures.loads) == (0, 2)
     torch.testing.assert_close(
         again(**step_inputs(5)), original(**step_inputs(5)), rtol=1e-4, atol=1e-5
     )

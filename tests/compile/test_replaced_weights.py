@@ -226,7 +226,7 @@ def test_after_a_replacement_quarantined_steps_use_the_new_weights(change, mode,
 
 @pytest.mark.parametrize("level", ["capture", pytest.param("always", marks=pytest.mark.long)])
 @pytest.mark.parametrize(
-    ("change", "mode"), in_both_modes([*FOLLOWED, *OTHERS, *UNSEEN], [*FOLLOWED, *OTHERS, *UNSEEN])
+    ("change", "mode"), in_both_modes([*FOLLOWED, *OTHERS, *UNSEEN], [*ONE_OF_EACH, *UNSEEN])
 )
 def test_weights_changed_raises_for_a_replacement_and_steps_use_the_new_weights(
     change, mode, level, tmp_path

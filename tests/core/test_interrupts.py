@@ -41,7 +41,7 @@ from graphrt.cpu.tape import refusals
 from tests.draws import MORE
 
 SEED = int(os.environ.get("GRAPHRT_TEST_SEED", "0"))
-COUNT = 4 * MORE
+COUNT = 2 * MORE
 """How many interrupts of each kind and way."""
 
 NUMPY = torch.Tensor.numpy

@@ -20,7 +20,7 @@ import torch.nn.utils.prune
 
 from graphrt import CompileOptions, GraphRunner
 from graphrt.errors import CaptureError, InvalidInputError, InvalidOptionError
-from tests.draws import on_devices
+from tests.draws import on_devices, rest_long
 from tests.models.families import SHARED
 from tests.models.generating import (
     ENCODER_DECODERS,
@@ -38,19 +38,9 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 from graphrt.hosts.transformers import graphs_of, with_graphs, without_graphs  # noqa: E402
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
-CHOSEN = (
-    "llama",
-    "gemma2",
-    "mixtral",
-    "deepseek_v3",
-    "qwen3_next",
-    "falcon_h1",
-    "mamba",
-    "opt",
-    "t5",
-    "whisper",
-)
-"""One family of each kind; all of them are in `tests/models/table.py`."""
+CHOSEN = ("llama", "deepseek_v3", "falcon_h1", "mamba", "t5", "whisper")
+"""One family of each kind of cache; all of them are in `tests/models/table.py`. Windows and experts
+are in test_transformers_sliding.py, linear attention in test_transformers_kinds.py."""
 OTHER = "the cache has other rows, shapes or dtypes than the memory"
 REFUSED = {"m2m_100": "CaptureSyncError"}
 
@@ -159,11 +149,7 @@ def test_a_greedy_loop_of_prefill_and_step_gives_the_tokens_of_generate(family):
         graphs.step(tokens)
 
 
-COMPILED = (
-    "llama",
-    "t5",
-    *(pytest.param(name, marks=pytest.mark.long) for name in ("mixtral", "jamba", "mamba")),
-)
+COMPILED = rest_long(("llama", "t5", "mixtral", "jamba", "mamba"), "llama")
 INDUCTOR = pytest.param("cuda", "inductor", marks=pytest.mark.cuda)
 
 
@@ -793,6 +779,9 @@ def test_a_step_with_gradients_enabled_runs_eagerly(model):
     assert served(model) == (0, {"gradients are on": 1})
 
 
+COUNTING = [("llama", True), ("gpt2", True), ("opt", False)]
+
+
 @torch.no_grad()
 def loop_without_positions(model, cache, mask):
     """Logits of a loop that passes what it must: its cache, and a mask if there is padding."""
@@ -806,8 +795,13 @@ def loop_without_positions(model, cache, mask):
     return torch.stack(logits)
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize(("name", "is_served"), [("llama", True), ("gpt2", True), ("opt", False)])
+@pytest.mark.parametrize(
+    ("name", "is_served", "padded"),
+    rest_long(
+        [(*each, padded) for each in COUNTING for padded in (False, True)],
+        *[("llama", True, True), ("gpt2", True, False), ("opt", False, True)],
+    ),
+)
 def test_a_loop_that_passes_no_position_ids_is_served_if_the_model_counts_tokens(
     name, is_served, padded
 ):
@@ -846,7 +840,9 @@ def logits_of_loop(model, tokens, cache, change):
     return torch.stack(logits)
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize(
+    "change", rest_long(CHANGES, change_hook, change_weight), ids=lambda change: change.__name__
+)
 def test_a_model_changed_between_steps_of_a_loop_runs_eagerly(change):
     plain, model = new_model("llama"), new_model("llama")
     with_graphs(model, max_batch=2, sizes=[2], max_len=32, strict=True)

@@ -10,19 +10,15 @@ import pytest
 import torch
 
 from graphrt import CompileOptions
-from tests.models.generating import DEVICES, counted_anew, generate, new_model, random_tokens
+from tests.draws import on_devices
+from tests.models.generating import counted_anew, generate, new_model, random_tokens
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 from graphrt.hosts.transformers import graphs_of, with_graphs  # noqa: E402
 from graphrt.hosts.transformers.caches import StepCache  # noqa: E402
 
-CHECKED = (
-    "llama",
-    "gemma2",
-    "opt",
-    *(pytest.param(name, marks=pytest.mark.long) for name in ("mistral", "gpt_oss", "gpt_neox")),
-)
+CHECKED = ("llama", "gemma2", "opt", "mistral", "gpt_oss", "gpt_neox")
 PROPOSED = 4
 LENGTH = 64
 
@@ -75,8 +71,7 @@ def model(shared_model):
     return counted_anew(shared_model)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", CHECKED)
+@pytest.mark.parametrize(("name", "device"), on_devices(CHECKED, "llama", "gemma2"))
 def test_assisted_steps_that_check_proposed_tokens_are_replayed(name, device):
     # Where layers slide, transformers' own assistant fails past the window.
     helper = "llama" if name in ("gemma2", "mistral", "gpt_oss") else name

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from graphrt.errors import CaptureError, InvalidOptionError
-from tests.draws import on_devices
+from tests.draws import on_devices, rest_long
 from tests.models.families import SHARED
 from tests.models.generating import generate, new_model, random_tokens
 
@@ -56,7 +56,7 @@ def assert_same(plain: Any, model: Any, tokens: torch.Tensor, **more: Any) -> No
 # Code that is replaced ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["LlamaMLP", "LlamaForCausalLM"])
+@pytest.mark.parametrize("name", rest_long(["LlamaMLP", "LlamaForCausalLM"], "LlamaMLP"))
 def test_a_replaced_forward_of_a_module_class_makes_steps_eager(name, monkeypatch):
     plain, model = pair()
     tokens, kind = random_tokens(2, 6), getattr(modeling_llama, name)

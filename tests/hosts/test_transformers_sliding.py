@@ -11,20 +11,16 @@ import pytest
 import torch
 
 from graphrt import CompileOptions
+from tests.draws import on_devices
 from tests.models.families import SHARED, WINDOW
-from tests.models.generating import DEVICES, counted_anew, generate, new_model, random_tokens
+from tests.models.generating import counted_anew, generate, new_model, random_tokens
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 from graphrt.hosts.transformers import graphs_of, with_graphs  # noqa: E402
 from graphrt.hosts.transformers.caches import StepCache  # noqa: E402
 
-SLIDING = (
-    "mistral",
-    "gemma2",
-    "gpt_oss",
-    *(pytest.param(name, marks=pytest.mark.long) for name in ("gemma3", "cohere2", "qwen2")),
-)
+SLIDING = ("mistral", "gemma2", "gpt_oss", "gemma3", "cohere2", "qwen2")
 LENGTH = 64
 LEFT = "the cache keeps past states, to be cropped"
 
@@ -83,8 +79,8 @@ def served(model: Any) -> tuple[int, dict[str, int]]:
     return report.served, report.eager
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", SLIDING)
+# The first has windows alone, the second experts; Gemma 2 is the model of the other tests.
+@pytest.mark.parametrize(("name", "device"), on_devices(SLIDING, "mistral", "gpt_oss"))
 def test_sequences_longer_than_the_sliding_window_give_eager_tokens(name, device):
     # Of another seed two beams of Cohere 2 have one score, but for rounding.
     model, tokens = sliding_model(name, device), random_tokens(3, 20, device, seed=1)
@@ -96,6 +92,7 @@ def test_sequences_longer_than_the_sliding_window_give_eager_tokens(name, device
     assert graphs_of(model).report().window == WINDOW
 
 
+@pytest.mark.long
 def test_compiled_steps_beyond_the_sliding_window_give_eager_tokens():
     model, tokens = sliding_model("gemma2"), random_tokens(3, 20)
     expected = generate(model, tokens)
@@ -147,7 +144,7 @@ def test_chunked_attention_layers_keep_all_positions():
     assert served(model) == (19, {})
 
 
-@pytest.mark.parametrize("wrong", ["mask", "place"])
+@pytest.mark.parametrize("wrong", ["mask", pytest.param("place", marks=pytest.mark.long)])
 def test_a_window_that_changes_logits_is_dropped_and_all_positions_kept(
     wrong, plain, monkeypatch, caplog
 ):
