@@ -28,12 +28,15 @@ def _long(case: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.long)
 
 
-def on_devices(cases: Iterable[Any], *kept: Any) -> list[Any]:
-    """Cases and devices: of a CPU those kept are for `make test`, of a GPU all of them."""
+def on_devices(cases: Iterable[Any], *kept: Any, on_gpus: Iterable[Any] | None = None) -> list[Any]:
+    """Cases and devices: on a CPU those kept are for `make test`; on a GPU those of `on_gpus`, by
+    default all. The rest is `long`."""
     every = list(cases)
-    absent = set(kept) - set(every)
+    gpu = every if on_gpus is None else list(on_gpus)
+    absent = {*kept, *gpu} - set(every)
     assert not absent, f"no such case: {absent}"
+    long, cuda = pytest.mark.long, pytest.mark.cuda
     return [
-        *(pytest.param(c, "cpu", marks=[] if c in kept else [pytest.mark.long]) for c in every),
-        *(pytest.param(c, "cuda", marks=pytest.mark.cuda) for c in every),
+        *(pytest.param(c, "cpu", marks=[] if c in kept else [long]) for c in every),
+        *(pytest.param(c, "cuda", marks=[cuda] if c in gpu else [cuda, long]) for c in every),
     ]

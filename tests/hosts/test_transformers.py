@@ -87,6 +87,7 @@ class Served:
     model: Any
 
 
+ON_GPUS = (*CHOSEN, "gemma2", "mixtral", "qwen3_next", "opt")
 FAMILIES = [name for name in GENERATING if name not in REFUSED]
 
 
@@ -94,7 +95,7 @@ FAMILIES = [name for name in GENERATING if name not in REFUSED]
     scope="module",
     params=[
         pytest.param(each.values, marks=each.marks, id="-".join(each.values))
-        for each in on_devices(FAMILIES, *CHOSEN)
+        for each in on_devices(FAMILIES, *CHOSEN, on_gpus=ON_GPUS)
     ],
 )
 def family(request) -> Served:

@@ -71,7 +71,9 @@ def model(shared_model):
     return counted_anew(shared_model)
 
 
-@pytest.mark.parametrize(("name", "device"), on_devices(CHECKED, "llama", "gemma2"))
+@pytest.mark.parametrize(
+    ("name", "device"), on_devices(CHECKED, "llama", "gemma2", on_gpus=CHECKED[:3])
+)
 def test_assisted_steps_that_check_proposed_tokens_are_replayed(name, device):
     # Where layers slide, transformers' own assistant fails past the window.
     helper = "llama" if name in ("gemma2", "mistral", "gpt_oss") else name

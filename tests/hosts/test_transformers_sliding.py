@@ -80,7 +80,9 @@ def served(model: Any) -> tuple[int, dict[str, int]]:
 
 
 # The first has windows alone, the second experts; Gemma 2 is the model of the other tests.
-@pytest.mark.parametrize(("name", "device"), on_devices(SLIDING, "mistral", "gpt_oss"))
+@pytest.mark.parametrize(
+    ("name", "device"), on_devices(SLIDING, "mistral", "gpt_oss", on_gpus=SLIDING[:3])
+)
 def test_sequences_longer_than_the_sliding_window_give_eager_tokens(name, device):
     # Of another seed two beams of Cohere 2 have one score, but for rounding.
     model, tokens = sliding_model(name, device), random_tokens(3, 20, device, seed=1)
