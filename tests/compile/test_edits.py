@@ -146,23 +146,18 @@ def starts(
 
 KEPT = (
     "nothing",
-    "nothing, a composite operator",
     "a constant that is read by traced code",
     "a submodule's attribute",
     "a method of a class replaced by another file",
-    "a function of torch replaced",
     "the kernel of a custom operator",
     "what an opaque operator calls",
     "a closure of a composite operator",
-    "an object changed before the start",
     "a variable of the environment that a composite operator reads",
     "a decomposition",
     "a constant of a function that the graph calls",
     "a Triton kernel",
-    "what a Triton kernel is tuned over",
     "autocast",
     "a setting of Inductor",
-    "an option that changes code",
     "a source that is gone",
     "the program moved, a composite operator",
 )

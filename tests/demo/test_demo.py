@@ -18,7 +18,7 @@ from tests.demo.tiny_checkpoints import LLAMA, QWEN3, write
 
 def demo(**options):
     text = io.StringIO()
-    options = {"max_new_tokens": 4, "sizes": [4, 16, 64]} | options
+    options = {"max_new_tokens": 4, "sizes": [8, 64]} | options
     code = run_demo(console=Console(file=text, width=120), **options)
     return code, text.getvalue()
 

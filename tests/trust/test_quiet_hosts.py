@@ -16,6 +16,7 @@ from graphrt.core.dispatch.reasons import Reason
 from tests.draws import rest_long
 from tests.trust.quiet_hosts import HOSTS, WIDTH, Host
 
+STEPS = 60
 MOST_TRIALS = 16
 """Of one graph: a host may change a few attributes, and three changes of each are tried."""
 
@@ -65,7 +66,7 @@ def test_runner_trials_end_without_warnings_for_harmless_host_changes(name: str)
         runner.capture()
         (record,) = runner.report().trust.trials
         trials = []
-        for step in range(80):
+        for step in range(STEPS):
             between(step)
             x = torch.randn(2, WIDTH)
             outputs = runner(x=x)
@@ -92,7 +93,7 @@ def test_keyed_graph_trials_end_without_warnings_for_harmless_host_changes(name:
         graphs = KeyedGraphs(GraphPool("cpu"), trials=WrapperTrials)
         graph = graphs.capture("key", functools.partial(host.forward, x))
         trials = []
-        for step in range(80):
+        for step in range(STEPS):
             between(step)
             x.copy_(torch.randn(2, WIDTH))
             outputs = graph.replay().clone()
