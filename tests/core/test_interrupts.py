@@ -40,6 +40,8 @@ from graphrt.cpu import graph
 from graphrt.cpu.tape import refusals
 from tests.draws import MORE
 
+pytestmark = pytest.mark.usefixtures("thawed")
+
 SEED = int(os.environ.get("GRAPHRT_TEST_SEED", "0"))
 COUNT = 2 * MORE
 """How many interrupts of each kind and way."""

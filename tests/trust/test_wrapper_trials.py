@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import types
 import warnings
 import weakref
@@ -131,8 +132,14 @@ CHANGES: dict[str, Callable[[Net], object]] = {
 }
 
 
-@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    rest_long(
+        itertools.product(CHANGES, ("FULL", "PIECEWISE")),
+        *((name, "FULL") for name in CHANGES),
+        ("weight", "PIECEWISE"),
+    ),
+)
 def test_a_change_is_found_at_the_next_call_and_another_capture_ends_the_quarantine(
     name: str, mode: str
 ) -> None:
