@@ -99,6 +99,12 @@ def _freeze() -> None:
     gc.get_freeze_count = lambda: count
 
 
+def pytest_sessionfinish() -> None:
+    # Libraries print what is left at the end of the process.
+    gc.get_freeze_count = _count_frozen
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="module")
 def thawed() -> Iterator[None]:
     """The collector as a process has it that froze nothing: captures freeze by themselves."""
