@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
+import re
 import threading
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -34,6 +35,9 @@ if torch.cuda.device_count() == 0:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+ONLY_ON_NPUS = ("npu", "long and npu")
+"""What `make test-ascend` and `make test-ascend-long` ask for: most files need not be imported."""
+
 ABSENT = [
     name
     for name in ("hypothesis", "safetensors", "tokenizers", "rich", "typer")
@@ -59,20 +63,56 @@ def pytest_configure() -> None:
         raise pytest.UsageError(f"{VARIABLE}=1 asks for graphrt's C part, but {native_state}")
 
 
-def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    if collection_path.suffix == ".py" and _missing_packages(collection_path):
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    if collection_path.suffix != ".py":
+        return None
+    if _missing_packages(collection_path) or (
+        config.option.markexpr in ONLY_ON_NPUS
+        and not re.search(r"\bnpu\b", collection_path.read_text(encoding="utf-8"))
+    ):
         return True
     return None
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Without garbage collections: ten of them would look at 700,000 objects, all of which stay."""
+    """Without garbage collections: ten of them would look at 700,000 objects, all of which stay.
+    Nor do collections of tests and captures look at them later, but on a GPU: what is frozen is in
+    no list of the tensors that live."""
     gc.disable()
     try:
         return (yield)
     finally:
         gc.enable()
+        if torch.cuda.device_count() == 0:
+            _freeze()
+
+
+_count_frozen = gc.get_freeze_count
+
+
+def _freeze() -> None:
+    gc.collect()
+    gc.freeze()
+    # Each capture asks, and to count 700,000 objects takes 7 ms.
+    count = _count_frozen()
+    gc.get_freeze_count = lambda: count
+
+
+def pytest_sessionfinish() -> None:
+    # Libraries print what is left at the end of the process.
+    gc.get_freeze_count = _count_frozen
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="module")
+def thawed() -> Iterator[None]:
+    """The collector as a process has it that froze nothing: captures freeze by themselves."""
+    given, gc.get_freeze_count = gc.get_freeze_count, _count_frozen
+    gc.unfreeze()
+    yield
+    if given is not _count_frozen:
+        _freeze()
 
 
 class _Hidden(threading.local):
@@ -100,14 +140,12 @@ def pytest_runtest_call() -> Generator[None, object, object]:
 @pytest.fixture(scope="module")
 def frozen_heap() -> Iterator[None]:
     """What other tests have left is not walked through at each collection of these."""
-    gc.collect()
-    gc.freeze()
-    with pytest.MonkeyPatch.context() as patch:
-        # Each capture asks, and to count 700,000 objects takes 7 ms.
-        count = gc.get_freeze_count()
-        patch.setattr(gc, "get_freeze_count", lambda: count)
-        yield
-    gc.unfreeze()
+    given = gc.get_freeze_count
+    _freeze()
+    yield
+    gc.get_freeze_count = given
+    if given is _count_frozen:
+        gc.unfreeze()
 
 
 def pytest_report_header(start_path: Path) -> list[str]:
@@ -145,8 +183,8 @@ def _why_no_npu() -> str | None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if "long" not in config.option.markexpr:
-        long = [item for item in items if item.get_closest_marker("long") is not None]
-        config.hook.pytest_deselected(items=long)
+        long = {item for item in items if item.get_closest_marker("long") is not None}
+        config.hook.pytest_deselected(items=[*long])
         items[:] = [item for item in items if item not in long]
     missing = {"cuda": _why_missing("an NVIDIA GPU", "cuda"), "npu": _why_no_npu()}
     for item in items:

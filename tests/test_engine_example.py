@@ -24,6 +24,7 @@ from examples.engine.model import Decoder, DecoderConfig, load, rotations, seede
 from examples.engine.requests import Request, RequestError, Scheduler
 from graphrt import Reason
 from graphrt.attention import GroupedShape
+from tests.draws import rest_long
 
 SHAPE = DecoderConfig(num_hidden_layers=2, hidden_size=32, intermediate_size=48, head_dim=8)
 LIMITS = EngineConfig(
@@ -72,7 +73,9 @@ def plain_tokens(model: Decoder, prompt: list[int], sampling: Sampling) -> list[
     return request.generated
 
 
-@pytest.mark.parametrize(("drafted", "temperature"), [(0, 0.0), (3, 0.0), (2, 0.1)])
+@pytest.mark.parametrize(
+    ("drafted", "temperature"), rest_long([(0, 0.0), (3, 0.0), (2, 0.1)], (0, 0.0), (2, 0.1))
+)
 def test_the_engines_tokens_equal_those_of_an_eager_loop(
     model: Decoder, drafted: int, temperature: float
 ):
@@ -93,7 +96,7 @@ def test_the_engines_tokens_equal_those_of_an_eager_loop(
 
 
 @pytest.mark.filterwarnings("error::graphrt.errors.GraphQuarantinedWarning")
-@pytest.mark.parametrize("drafted", [0, 3])
+@pytest.mark.parametrize("drafted", rest_long([0, 3], 3))
 def test_a_prompt_alone_in_a_step_costs_the_engine_no_graph(model: Decoder, drafted: int):
     limits = replace(LIMITS, draft_tokens=drafted)
     draft = model.first_layers(1) if drafted else None
@@ -211,7 +214,7 @@ def test_contradictory_engine_limits_are_refused(model: Decoder):
 def test_a_token_outside_of_the_vocabulary_is_refused_and_other_requests_go_on(
     model: Decoder, token: object
 ):
-    with Engine(model, LIMITS, model.first_layers(1)) as engine:
+    with Engine(model, replace(LIMITS, mode="NONE"), model.first_layers(1)) as engine:
         good = engine.submit(PROMPTS[0], Sampling(6))
         engine.step()
         with pytest.raises(RequestError, match="tokens are 0 to 255"):
@@ -350,7 +353,7 @@ def test_the_engines_gpu_attention_gives_eager_tokens(
     assert generated == [plain_tokens(model, prompt, Sampling(5)) for prompt in PROMPTS[:2]]
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("kind", rest_long(["llama", "qwen3"], "qwen3"))
 def test_the_engine_with_a_checkpoint_gives_the_tokens_of_transformers(kind: str, tmp_path: Path):
     transformers = pytest.importorskip("transformers", reason="it writes the checkpoint")
     config = transformers.AutoConfig.for_model(

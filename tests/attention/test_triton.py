@@ -32,6 +32,7 @@ from graphrt.core.batch.context import forward_context
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
 from tests.attention.problems import Problem, random_problem
+from tests.draws import rest_long
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -358,7 +359,8 @@ def test_uniform_and_mixed_batches_in_turn_keep_every_piecewise_graph() -> None:
     )
     runner.capture()
     before = dict(vars(backend))
-    for query_lens in ([1, 1, 1], [2, 1], [2], [1, 2], [1, 1], [2, 2]):
+    steps = ([1, 1, 1], [2, 1], [2], [1, 2], [1, 1], [2, 2])
+    for query_lens in steps if ON_GPU else steps[:3]:
         reqs, tokens = len(query_lens), sum(query_lens)
         same = query_lens[0] if len(set(query_lens)) == 1 else None
         query = torch.randn(tokens, SMALL.num_heads, SMALL.query_dim, device=DEVICE)
@@ -404,7 +406,10 @@ def _two_steps(forward_of: Any, mode: str, lengths: list[int]) -> tuple[Any, Any
     return output.clone(), problem
 
 
-@pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL_AND_PIECEWISE"])
+MODES = rest_long(["NONE", "PIECEWISE", "FULL_AND_PIECEWISE"], "FULL_AND_PIECEWISE")
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_two_attention_steps_in_a_forward_keep_their_own_plans(mode: str) -> None:
     def interleaved(backend: TritonAttention, caches: tuple[torch.Tensor, ...]) -> Any:
         def forward(query: Any, block_table: Any, context_lens: Any, query_start_loc: Any) -> Any:
@@ -419,7 +424,7 @@ def test_two_attention_steps_in_a_forward_keep_their_own_plans(mode: str) -> Non
     assert relative_error(problem, output) <= TOLERANCE[torch.float32]
 
 
-@pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL_AND_PIECEWISE"])
+@pytest.mark.parametrize("mode", MODES)
 def test_lengths_changed_inside_a_forward_are_planned_again(mode: str) -> None:
     def advancing(backend: TritonAttention, caches: tuple[torch.Tensor, ...]) -> Any:
         def forward(query: Any, block_table: Any, context_lens: Any, query_start_loc: Any) -> Any:
@@ -490,7 +495,8 @@ def test_graphs_of_a_context_bound_are_split_for_that_bound_and_equal_eager(
         "block_table": problem.step.block_table,
         "query_start_loc": torch.tensor([0, 1, 2], dtype=torch.int32, device=DEVICE),
     }
-    for lengths, bound in (([100, 64], 128), ([LONG, 64], ROOM), ([128, 1], 128)):
+    steps = (([100, 64], 128), ([LONG, 64], ROOM), ([128, 1], 128))
+    for lengths, bound in steps if ON_GPU else steps[:2]:
         context_lens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
         batch = Batch(2, 2, query_len=1, bounds=(max(lengths),))
         assert runner.verify(batch, context_lens=context_lens, **inputs).any()

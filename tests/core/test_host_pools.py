@@ -32,6 +32,8 @@ from graphrt.errors import (
     PoolClosedError,
 )
 
+pytestmark = pytest.mark.usefixtures("thawed")
+
 FULL, PIECEWISE = GraphMode.FULL, GraphMode.PIECEWISE
 LAZY = GraphOptions(lazy=True)
 

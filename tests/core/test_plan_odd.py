@@ -438,13 +438,13 @@ def test_by_worth_orders_sizes_as_a_brute_force_definition_does(
 
 
 def test_planning_many_thousands_of_sizes_takes_less_than_quadratic_time() -> None:
-    started = time.process_time()
+    started = time.thread_time()
     subject = plan(
         max_num_tokens=10**6, max_num_reqs=99, max_size=300_000, budget=Budget(graphs=500)
     )
     assert len(subject.keys) == 500 and len(subject.left_out) > 18_000
     assert subject.differences(subject) == []
-    assert time.process_time() - started < 20
+    assert time.thread_time() - started < 20
 
 
 def test_an_absurd_number_of_sizes_is_refused() -> None:

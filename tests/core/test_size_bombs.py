@@ -43,9 +43,9 @@ DEEP = "[" * 100_000 + "]" * 100_000
 
 @pytest.fixture(autouse=True)
 def _soon() -> Iterator[None]:
-    started = time.process_time()
+    started = time.thread_time()
     yield
-    assert time.process_time() - started < 5
+    assert time.thread_time() - started < 5
 
 
 def runner(spec: InputSpec | None = None, **arguments: Any) -> GraphRunner:

@@ -190,8 +190,8 @@ def test_a_lazy_capture_triggered_by_a_slot_keeps_the_slots_values(platform):
 
 @pytest.mark.parametrize("how", [{"inputs_in_graph": True}, {"inputs_in_graph": False}])
 def test_mixed_steps_by_slot_and_by_values_read_their_own_inputs(platform, how):
-    log = Log(platform, "cpu", 300, **how)
-    mixed_steps(log, 300, 9, aborts=0.1, recaptures=0.01, slots=0.7)
+    log = Log(platform, "cpu", 150, **how)
+    mixed_steps(log, 150, 9, aborts=0.1, recaptures=0.01, slots=0.7)
 
 
 def test_a_step_by_slot_after_an_aborted_step_reads_its_own_inputs(platform):

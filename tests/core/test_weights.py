@@ -171,9 +171,14 @@ def test_weights_changed_finds_a_replaced_weight_in_a_list_or_dict(kind):
 
 @pytest.mark.trust
 def test_weights_changed_accepts_a_forward_that_reads_no_weights():
-    run = runner(lambda x: (x + 1).softmax(0) * torch.tensor([1.0, 2.0, 3.0, 4.0]) * 2.0)
+    def forward(x):
+        return (x + 1).softmax(0) * torch.tensor([1.0, 2.0, 3.0, 4.0]) * 2.0
+
+    run = runner(forward)
     run.capture()
     run.weights_changed()
+    assert torch.equal(run(x=rows(2)), forward(rows(2)))
+    assert run.last_dispatch.reason is Reason.HIT
 
 
 @pytest.mark.trust
@@ -212,6 +217,8 @@ def test_inputs_state_and_eager_part_results_are_not_taken_for_weights(mode, out
     )
     run.capture()
     run.weights_changed()
+    assert torch.equal(run(x=rows(2), y=rows(2)), rows(2, 5.0))
+    assert run.last_dispatch.reason is Reason.HIT
 
 
 def test_an_untracked_weight_read_only_by_an_eager_part_raises():
@@ -250,6 +257,8 @@ def test_an_untracked_weight_beside_compiled_code_raises_nothing():
     run = runner(Model())
     run.capture()
     run.weights_changed()
+    assert torch.equal(run(x=rows(2)), rows(2))
+    assert run.last_dispatch.reason is Reason.HIT
 
 
 def test_weights_changed_in_mode_none_raises_nothing():
@@ -257,7 +266,9 @@ def test_weights_changed_in_mode_none_raises_nothing():
     run = runner(lambda x: model(x), mode="NONE")
     run.capture()
     run.weights_changed()
-    run(Batch(2, 2, 1), x=rows(2))
+    replace_weight(model)
+    run.weights_changed()
+    assert torch.equal(run(Batch(2, 2, 1), x=rows(2)), rows(2, 3.0))
 
 
 def test_a_lazy_capture_succeeds_with_untracked_weights():

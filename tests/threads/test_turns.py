@@ -358,7 +358,12 @@ def check(steps: int, kinds: list[str], device: str = "cpu") -> None:
     }, str(totals)
 
 
-@pytest.mark.parametrize("kinds", [["lazy"], ["full"], ["pieces"], list(KINDS)], ids=" ".join)
+@pytest.mark.parametrize(
+    "kinds",
+    # Four runners at once have every kind.
+    [*(pytest.param([kind], marks=pytest.mark.long) for kind in KINDS), list(KINDS)],
+    ids=" ".join,
+)
 def test_threads_get_right_values_while_graphs_are_captured_and_dropped(kinds: list[str]) -> None:
     check(1000, kinds)
 

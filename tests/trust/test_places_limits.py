@@ -204,9 +204,9 @@ def test_the_walk_ends_for_circular_and_deeply_nested_containers():
 def test_long_containers_of_numbers_are_watched_by_length_alone_and_quickly(held):
     took = []
     for _ in range(3):
-        started = time.perf_counter()
+        started = time.thread_time()
         places = places_of(lambda x: held)
-        took.append(time.perf_counter() - started)
+        took.append(time.thread_time() - started)
     assert min(took) < 0.01
     assert not values_of(places)
     if hasattr(held, "pop"):
@@ -387,7 +387,7 @@ def test_a_dict_that_another_thread_changes_does_not_break_the_walk():
     try:
         for _ in range(30):
             places = places_of(lambda x: held)
-            values_of(places)
+            assert len(values_of(places)) > 100
             Looked(places).broken()
     finally:
         stop.set()
