@@ -76,43 +76,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Without garbage collections: ten of them would look at 700,000 objects, all of which stay.
-    Nor do collections of tests and captures look at them later, but on a GPU: what is frozen is in
-    no list of the tensors that live."""
+    """Without garbage collections: ten of them would look at 700,000 objects, all of which stay."""
     gc.disable()
     try:
         return (yield)
     finally:
         gc.enable()
-        if torch.cuda.device_count() == 0:
-            _freeze()
-
-
-_count_frozen = gc.get_freeze_count
-
-
-def _freeze() -> None:
-    gc.collect()
-    gc.freeze()
-    # Each capture asks, and to count 700,000 objects takes 7 ms.
-    count = _count_frozen()
-    gc.get_freeze_count = lambda: count
-
-
-def pytest_sessionfinish() -> None:
-    # Libraries print what is left at the end of the process.
-    gc.get_freeze_count = _count_frozen
-    gc.unfreeze()
-
-
-@pytest.fixture(scope="module")
-def thawed() -> Iterator[None]:
-    """The collector as a process has it that froze nothing: captures freeze by themselves."""
-    given, gc.get_freeze_count = gc.get_freeze_count, _count_frozen
-    gc.unfreeze()
-    yield
-    if given is not _count_frozen:
-        _freeze()
 
 
 class _Hidden(threading.local):
@@ -140,12 +109,14 @@ def pytest_runtest_call() -> Generator[None, object, object]:
 @pytest.fixture(scope="module")
 def frozen_heap() -> Iterator[None]:
     """What other tests have left is not walked through at each collection of these."""
-    given = gc.get_freeze_count
-    _freeze()
-    yield
-    gc.get_freeze_count = given
-    if given is _count_frozen:
-        gc.unfreeze()
+    gc.collect()
+    gc.freeze()
+    with pytest.MonkeyPatch.context() as patch:
+        # Each capture asks, and to count 700,000 objects takes 7 ms.
+        count = gc.get_freeze_count()
+        patch.setattr(gc, "get_freeze_count", lambda: count)
+        yield
+    gc.unfreeze()
 
 
 def pytest_report_header(start_path: Path) -> list[str]:

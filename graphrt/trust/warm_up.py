@@ -22,6 +22,7 @@ from graphrt.core.base.thread_mode import without_kept_casts
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.guard import SideDoors, side_doors
+from graphrt.core.capture.operators import facts_of
 from graphrt.core.replay.recording import drawn_from
 from graphrt.core.runner.contract import Calls, RunWatch, Values
 from graphrt.trust.places.slots import CONTENTS, Place
@@ -30,7 +31,7 @@ from graphrt.trust.reads import ReadSet
 from graphrt.trust.snapshot import MEMORY, PythonState, StateSnapshot, is_plain, put_back
 from graphrt.trust.watching.padding import PaddingRows
 from graphrt.trust.watching.watch import IssuedWatch, OwnMemory, Trace, Watch
-from graphrt.trust.watching.writes import SavedWrites, WriteWatch
+from graphrt.trust.watching.writes import SavedWrites, WriteWatch, note_operators
 
 T = TypeVar("T")
 
@@ -140,6 +141,7 @@ class WatchedState(RunWatch):
         """Before the session's first watched run: save what the forward reaches."""
         places = self.reads.walk()
         self.snapshot.reach(places)
+        note_operators()
         before = {key for _, _, key in places.keyed}
         # Earlier sessions may have watched all kinds, so that this one would not find `remade`.
         moves = _Moves(self.snapshot.python, before, self.is_in_graphs, {*self.reads.remade})
@@ -151,9 +153,14 @@ class WatchedState(RunWatch):
     ) -> T:
         """Make watched runs, `run`: one, and more if it makes or writes memory. Notes what they
         read and write; returns the result of the last."""
+        is_first = not self._kinds
         self._kinds.add(kind)
         reads, memory = self.reads, self.snapshot.memory
         watch, result = run()
+        # The first run may define operators that smaller sizes call. To look for them takes
+        # milliseconds, and later runs define some only where they call what is not torch's own.
+        if is_first or not all(facts_of(op.func).is_aten for op in watch.trace):
+            note_operators()
         self._inputs_written = watch.inputs_written
         made = moves.note_made(watch, reads)
         if made or watch.written():

@@ -45,8 +45,6 @@ from graphrt.core.replay import handout
 from graphrt.cpu import CpuPlatform
 from graphrt.types import CaptureProgress
 
-pytestmark = pytest.mark.usefixtures("thawed")
-
 SIZES = [1, 2, 4, 8]
 FULL, PIECEWISE = GraphMode.FULL, GraphMode.PIECEWISE
 

@@ -8,8 +8,6 @@ import pytest
 
 from graphrt.core.replay.recording import frozen_gc
 
-pytestmark = pytest.mark.usefixtures("thawed")
-
 
 def test_nested_frozen_gc_enables_collection_only_at_the_outermost_exit():
     assert gc.isenabled()

@@ -32,8 +32,6 @@ from graphrt.errors import (
     PoolClosedError,
 )
 
-pytestmark = pytest.mark.usefixtures("thawed")
-
 FULL, PIECEWISE = GraphMode.FULL, GraphMode.PIECEWISE
 LAZY = GraphOptions(lazy=True)
 

@@ -32,15 +32,13 @@ from graphrt import (
 )
 from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base.errors import CaptureSyncError
-from graphrt.core.base.thread_mode import autocast_depth, set_for_capture
+from graphrt.core.base.thread_mode import autocast_depth, is_watched, set_for_capture
 from graphrt.core.base.torch_names import dispatch_modes
 from graphrt.core.inputs.outputs import OutputLayout
 from graphrt.core.replay.recording import current_capture, under_way, warming_up
 from graphrt.cpu import graph
 from graphrt.cpu.tape import refusals
 from tests.draws import MORE
-
-pytestmark = pytest.mark.usefixtures("thawed")
 
 SEED = int(os.environ.get("GRAPHRT_TEST_SEED", "0"))
 COUNT = 2 * MORE
@@ -110,7 +108,7 @@ def check_nothing_is_left(pool: Any) -> None:
     assert current_capture() is None
     assert not warming_up.get() and not under_way
     assert pool.owner is None
-    assert not dispatch_modes()
+    assert not dispatch_modes() and not is_watched()
     assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     assert autocast_depth() == 0 and torch.is_autocast_cache_enabled()
     assert gc.isenabled() and gc.get_freeze_count() < 5000

@@ -80,6 +80,7 @@ UNTRIED = {
     "RunnerReport",
     "SegmentHooks",
     "GraphRTError",
+    "Graphed",
     # Without arguments.
     "current_context",
     "current_platform",

@@ -12,9 +12,10 @@ from torch.nn import functional as F
 from graphrt import GraphRunner, InputSpec
 from graphrt.compile.backend.as_operator import AsOperator, TellingWrites
 from graphrt.core.base import tree
-from graphrt.core.base.torch_names import count_dispatch_modes
+from graphrt.core.base.thread_mode import is_watched
+from graphrt.trust.watching import writes
 from graphrt.trust.watching.watch import Watch
-from graphrt.trust.watching.writes import SavedWrites, WriteWatch
+from graphrt.trust.watching.writes import SavedWrites, WriteWatch, note_operators
 
 NAMESPACE = "graphrt_write_watch"
 
@@ -34,6 +35,7 @@ def defined(library: torch.library.Library, schema: str, body: Any, key: str = "
 
 
 def watch_of(known: set[int] = frozenset(), saves: SavedWrites | None = None) -> WriteWatch:
+    note_operators()
     return WriteWatch(known, saves or SavedWrites(1 << 20), SavedWrites(1 << 20), 4)
 
 
@@ -143,6 +145,18 @@ def test_a_capture_restores_rows_that_only_some_sizes_write(name):
     assert not state.any()
 
 
+def test_a_redefined_operator_that_now_writes_has_its_write_saved():
+    state = torch.zeros(4)
+    # The first says nothing of what it writes, but its body's own operators do.
+    for schema in ("again(Tensor x)", "again(Tensor(a!) x)"):
+        library = torch.library.Library(NAMESPACE, "DEF")
+        again = defined(library, f"{schema} -> Tensor", lambda x: x.add_(1).clone())
+        for _ in range(2):
+            assert saved(state, lambda again=again: again(state))
+            state.zero_()
+        library._destroy()
+
+
 def test_a_redefined_operator_is_saved_only_where_its_schema_declares_the_write():
     state = torch.zeros(4)
     for schema in ("untold(Tensor x) -> ()", "untold(Tensor(a!) x) -> ()"):
@@ -189,6 +203,17 @@ def test_higher_order_operators_run_under_the_write_watch():
         assert watch_of().around(run).tolist() == [2.0] * 4
 
 
+def test_an_operator_that_writes_nothing_is_not_analysed(monkeypatch):
+    asked: list[Any] = []
+    facts = writes.facts_of
+    monkeypatch.setattr(writes, "facts_of", lambda func: asked.append(func) or facts(func))
+    watch, x = watch_of(), torch.tensor([1.0, 3.0])
+    assert torch.equal(watch.around(x.sin), x.sin())
+    assert not asked
+    watch.around(x.sin_)
+    assert [str(func) for func in asked] == ["aten.sin_.default"]
+
+
 def test_a_write_inside_vmap_is_saved():
     state = torch.zeros(4)
     assert saved(state, lambda: torch.func.vmap(lambda row: row.add_(1.5))(state.view(2, 2)))
@@ -207,16 +232,16 @@ def test_a_power_with_a_python_number_as_base_runs_under_the_watch():
 
 def test_an_interrupted_watch_records_no_later_writes():
     watch, state = watch_of({tree.storage_key(torch.zeros(1))}), torch.zeros(4)
-    found: list[int] = []
+    found: list[bool] = []
 
     def interrupted() -> None:
         state.add_(1)
         raise KeyboardInterrupt
 
-    watch.around(lambda: found.append(count_dispatch_modes()))
+    watch.around(lambda: found.append(is_watched()))
     with pytest.raises(KeyboardInterrupt):
         watch.around(interrupted)
-    assert found == [1] and not count_dispatch_modes()
+    assert found == [True] and not is_watched()
     state.add_(1)
     assert state.tolist() == [2.0] * 4
 

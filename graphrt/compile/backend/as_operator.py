@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base.torch_names import count_dispatch_modes
+from graphrt.core.base.thread_mode import is_watched
 
 _library: Any = torch.library.Library("graphrt", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(
@@ -50,7 +50,7 @@ class AsOperator:
         _pieces[self._number] = self
 
     def __call__(self, *args: Any) -> Any:
-        if not (self._always or count_dispatch_modes()):
+        if not (self._always or is_watched()):
             return self._run(*args)
         kinds: tuple[list[Any], list[Any], list[Any]] = ([], [], [])
         order = []
@@ -84,7 +84,7 @@ class TellingWrites:
         self._written = sorted(written)
 
     def __call__(self, *args: Any) -> Any:
-        if self._written and count_dispatch_modes():
+        if self._written and is_watched():
             torch.ops.graphrt.compiled_writes.default([args[index] for index in self._written])
         return self._run(*args)
 

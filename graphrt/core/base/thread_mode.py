@@ -1,6 +1,5 @@
 """Two ways to see the operators of one thread: a dispatch mode, which changes only its stack and
-costs microseconds an operator, and a dispatch key, which costs only at operators with a kernel of
-ours."""
+costs microseconds an operator, and a dispatch key, which costs only at operators that write."""
 
 from __future__ import annotations
 
@@ -246,6 +245,8 @@ FREE_KEYS = "TESTING_ONLY_"
 transforms, so that none of them is disturbed."""
 _free_keys: dict[Any, Any] = {}
 """dispatch key that graphrt uses -> the library that holds its fallback"""
+WATCH_KEY = f"{FREE_KEYS}GenericMode"
+"""The key by which writes are watched in place of a mode."""
 
 
 @cache
@@ -271,6 +272,14 @@ def without_free_keys(function: Callable[[], T]) -> T:
         included = included.remove(key)
     with private.dispatch_keys(included, private.excluded_keys()):
         return function()
+
+
+watch_key = partial(free_key, WATCH_KEY)
+
+
+def is_watched() -> bool:
+    """Whether somebody sees the operators of this thread: a dispatch mode, or by `watch_key`."""
+    return count_dispatch_modes() > 0 or private.is_included(watch_key())
 
 
 def remove_dispatch_mode(mode: ThreadMode) -> None:

@@ -96,16 +96,18 @@ def conjugation_resolved(excluded: int) -> Any:
     return resolved
 
 
-_pointers = partial(
-    NAMES.take, without="operators that read memory by pointer are not refused on the CPU platform"
+_watch = partial(
+    NAMES.take, without="what a warm-up writes cannot be saved, so captures with checks fail"
 )
-key_named: Callable[[str], Any] = _pointers("torch._C._dispatch_key_parse")
-include_key: Callable[[Any, bool], object] = _pointers(
+key_named: Callable[[str], Any] = _watch("torch._C._dispatch_key_parse")
+include_key: Callable[[Any, bool], object] = _watch(
     "torch._C._dispatch_tls_set_dispatch_key_included"
 )
-kernel_library: Callable[[str, str, str], Any] = _pointers("torch._C._dispatch_library")
-higher_order_operators: dict[str, Any] = _pointers("torch._ops._higher_order_ops")
-fallthrough_of_new_ones: list[Any] = _pointers(
+is_included: Callable[[Any], bool] = _watch("torch._C._dispatch_tls_is_dispatch_key_included")
+kernel_library: Callable[[str, str, str], Any] = _watch("torch._C._dispatch_library")
+operator_names: Callable[[], list[str]] = _watch("torch._C._dispatch_get_all_op_names")
+higher_order_operators: dict[str, Any] = _watch("torch._ops._higher_order_ops")
+fallthrough_of_new_ones: list[Any] = _watch(
     "torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS"
 )
 """The dispatch keys that new higher-order operators have no kernels for, and skip."""

@@ -111,7 +111,7 @@ def specs_of(tensors: Mapping[str, torch.Tensor], how: str) -> dict[str, InputSp
         common = max([*lengths.values()], key=[*lengths.values()].count)
         unlike = [name for name in lengths if lengths[name] != common or common <= 1]
         raise InvalidInputError(
-            "it cannot be told by these tensors which dimension has the rows",
+            "it cannot be told by the tensors in inputs= which dimension has the rows",
             got=shapes,
             expected="the same length, above 1, in dimension 0 of all",
             advice=" and ".join(how.format(name) for name in unlike)

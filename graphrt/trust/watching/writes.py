@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
-from typing import Any
+from contextvars import ContextVar
+from functools import cache, partial
+from itertools import chain
+from typing import Any, TypeVar
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphrt.core.base import torch_names, tree
+from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base.errors import StateTooLargeError
 from graphrt.core.base.texts import listed
-from graphrt.core.base.thread_mode import ThreadMode, unseen
+from graphrt.core.base.thread_mode import WATCH_KEY, unseen, watch_key
+from graphrt.core.base.torch_names import include_key
 from graphrt.core.capture import operators
 from graphrt.core.capture.operators import OperatorFacts, facts_of
 from graphrt.core.capture.state import too_large
 from graphrt.trust.compare import difference
 from graphrt.trust.watching.rows import ROWS, WHOLE, Index, Rows, indices_of
+
+T = TypeVar("T")
 
 
 def storage_of(ref: StorageWeakRef) -> torch.UntypedStorage | None:
@@ -378,21 +384,22 @@ def _rows_of_padding(tensor: torch.Tensor, pads: Sequence[int]) -> set[int]:
 # A watch that sees nothing but writes -------------------------------------------------------------
 
 
-class WriteWatch(ThreadMode):
+class WriteWatch:
     """Saves `known` memory before a run of `tokens` tokens writes it, and looks at nothing else.
 
     Rows that an operator writes for each token are not saved if it did so in the largest run of the
     kind, whose writes are `shown`: both runs have nothing but padding, and so write the same rows.
     An index of another length, or of a single token, may name any row, and is saved. To save all
     takes a capture 1.15 times as long (19 sizes, 16 layers with keys and values, H200).
-    """
 
-    supports_higher_order_operators = True
+    It is no dispatch mode: under one every operator takes several times as long. For this thread it
+    includes a dispatch key that torch leaves free. There the operators that write have a kernel of
+    ours, from `note_operators`, and C++ passes by all others.
+    """
 
     def __init__(
         self, known: Collection[int], saves: SavedWrites, shown: SavedWrites, tokens: int
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self._known = known
         self._saves = saves
         # (key of a storage, operator) whose rows need not be saved: see above.
@@ -401,9 +408,17 @@ class WriteWatch(ThreadMode):
         self.written: set[int] = set()
         """The keys of the `known` memory that the run has written."""
 
-    def handle(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        facts = facts_of(func)
-        for tensor in operators.written(facts, args, kwargs) if facts.writes else ():
+    @undoing
+    def around(self, undo: Undo, function: Callable[[], T]) -> T:
+        """Call `function`, and save what it writes."""
+        undo.set(_watch, self)
+        undo.later(partial(include_key, watch_key(), False))
+        include_key(watch_key(), True)
+        return function()
+
+    def look(self, facts: OperatorFacts, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Save what an operator is about to write."""
+        for tensor in operators.written(facts, args, kwargs):
             key = tree.storage_key(tensor)
             if key is None or key not in self._known:
                 continue
@@ -412,4 +427,72 @@ class WriteWatch(ThreadMode):
             if not is_shown or indices_of(args) != self._tokens:
                 use = f"{tensor.dtype} {tuple(tensor.shape)}"
                 self._saves.save(tensor, facts, args, use)
-        return func(*args, **kwargs)
+
+
+_watch: ContextVar[WriteWatch | None] = ContextVar("graphrt_write_watch", default=None)
+"""The watch of this thread, to which `_kernel` shows operators that write."""
+
+_done: set[str] = set()
+"""Names of operators that need no look any more: torch's own, and those with a kernel of ours."""
+
+
+def note_operators() -> None:
+    """Give our kernel to the operators that write. To be called whenever new ones may have been
+    defined: an operator that a run itself defines is not seen in that run."""
+    names = {*torch_names.operator_names()} - _done
+    # Of new ones alone: to ask for all schemas of torch takes a capture 10 ms, twice a size.
+    bases = {name.split(".")[0] for name in names}
+    for schema in chain.from_iterable(map(torch_names.schemas_of_operator, bases)):
+        name = ".".join(filter(None, (schema.name, schema.overload_name)))
+        if name in _done or not (schema.is_mutable or "batch_norm" in name):
+            continue
+        _done.add(name)
+        if not operators.writes_of(schema):
+            continue
+        namespace, _, short = name.partition("::")
+        kernel = _kernel(namespace, short.partition(".")[0], schema.overload_name or "default")
+        # True: torch hands the kernel the set of dispatch keys as its first argument.
+        _library(namespace).impl(short, WATCH_KEY, kernel, True)
+    _done.update(name for name in names if name.startswith(("aten::", "prims::", "quantized::")))
+
+
+@cache
+def _library(namespace: str) -> Any:
+    """The library of our kernels for a namespace: they live as long as it does."""
+    return torch_names.kernel_library("IMPL", namespace, WATCH_KEY)
+
+
+def _kernel(namespace: str, name: str, overload: str) -> Callable[..., Any]:
+    """The kernel of an operator that writes, which shows its arguments to the watch of the thread.
+
+    It looks the operator up by its name at each call, as a name may be defined again later.
+    """
+
+    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        func = getattr(getattr(getattr(torch.ops, namespace), name), overload)
+        for at in _tensors_of(func):
+            if at < len(args) and not isinstance(args[at], torch.Tensor):
+                # A tensor that torch made of a number arrives as a number, which `func` refuses.
+                number = torch.tensor(args[at], device="cpu")
+                args = (*args[:at], number, *args[at + 1 :])
+        if torch_names.in_transform():
+            # No tensors with memory: the transform issues the operator again on those that are.
+            return func.redispatch(keys.remove(watch_key()), *args, **kwargs)
+        watch, key = _watch.get(), watch_key()
+        # The schema says all that the operator writes: operators that it calls need no look.
+        include_key(key, False)
+        try:
+            if watch is not None:
+                watch.look(facts_of(func), args, kwargs)
+            return func(*args, **kwargs)
+        finally:
+            include_key(key, True)
+
+    return kernel
+
+
+@cache
+def _tensors_of(func: Any) -> tuple[int, ...]:
+    """The positions of an operator's arguments that are single tensors."""
+    kinds = [str(argument.type) for argument in func._schema.arguments]
+    return tuple(at for at, kind in enumerate(kinds) if kind == "Tensor")
