@@ -67,7 +67,7 @@ def test_the_demo_in_every_mode_equals_eager_and_uses_its_graphs(mode, decode, m
     assert {name for name, mixed_steps in rows if mixed_steps} == {mixed}
     assert {name for name, mixed_steps in rows if not mixed_steps} == {decode}
     # Each graph has a row of steady steps.
-    with make_runner(seeded_setup(mode), GraphOptions()) as runner:
+    with make_runner(seeded_setup(mode, (8, 64)), GraphOptions()) as runner:
         planned = {f"{key.name} {descriptor.num_tokens}" for key, descriptor in runner.plan.keys}
     assert set(steady_rows(text)) == planned
 
