@@ -414,7 +414,6 @@ TARGETS: dict[str, Target] = {
     "graphed": constructor(
         graphed, model=plus, inputs=torch.ones(2, 4), sizes=[2], axes={"x": ("rows",)}
     ),
-    "Graphed()": constructor(graphed(plus, torch.ones(2, 4)), x=torch.ones(2, 4)),
     "GraphRunner.measure": of_runner("measure", sizes=[2]),
     "GraphRunner()": step_of(batch=Batch(2), x=torch.ones(2, 4)),
     "GraphRunner() by shapes": step_of(batch=None, x=torch.ones(2, 4)),
