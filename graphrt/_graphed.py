@@ -24,8 +24,7 @@ from graphrt.core.base import tree
 from graphrt.core.base.errors import InvalidInputError, InvalidOptionError, Uncopied
 from graphrt.core.base.option_values import check_callable, check_kind, shown
 from graphrt.core.base.texts import aligned
-from graphrt.core.base.thread_mode import without_gradients
-from graphrt.core.base.torch_names import TorchDispatchMode
+from graphrt.core.base.thread_mode import ThreadMode, without_gradients
 from graphrt.core.capture.operators import facts_of, written
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.device.platform import Platform
@@ -347,8 +346,7 @@ def _try(
         runs.append(writes)
 
         def forward() -> Any:
-            with writes:
-                return call.forward(**_nested(call.values, writes.inputs))
+            return writes.around(lambda: call.forward(**_nested(call.values, writes.inputs)))
 
         try:
             outputs = watch.run(None, count, writes.inputs, lambda: forward)
@@ -383,7 +381,7 @@ def _axes_of(large: Any, small: Any) -> Any:
     return None
 
 
-class _AddressedWrites(TorchDispatchMode):
+class _AddressedWrites(ThreadMode):
     """Sees which integer inputs of a run address writes into memory that outlives it."""
 
     def __init__(self, inputs: Mapping[str, torch.Tensor], specs: Mapping[str, InputSpec]) -> None:
@@ -398,15 +396,8 @@ class _AddressedWrites(TorchDispatchMode):
             if not specs[name].index and _is_whole(value):
                 self._from[tree.storage_key(value)] = value, frozenset({name})
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def handle(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the operator, and note what whole numbers it passes on and where it writes."""
-        kwargs = kwargs or {}
         facts = facts_of(func)
         addresses: Any = (args, kwargs)
         if facts.is_aten:

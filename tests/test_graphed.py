@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gc
 import re
+import weakref
 from typing import Any
 
 import pytest
@@ -284,3 +286,16 @@ def test_captures_between_steps_end() -> None:
     while runner.capture_next():
         calls += 1
     assert calls == planned == len(runner.report().graphs)
+
+
+def test_a_deleted_one_frees_its_graphs_without_a_collection() -> None:
+    """Nor does a frame of its first runs hold them."""
+    gc.collect()
+    gc.disable()
+    try:
+        fast = GRAPHED(linear(), torch.rand(4, 4))
+        graphs = weakref.ref(fast.runner.graphs)
+        del fast
+        assert graphs() is None
+    finally:
+        gc.enable()
