@@ -241,12 +241,13 @@ def test_a_tensor_stands_for_the_spec_of_inputs_like_it() -> None:
         lambda x, more: x * more["scale"],
         inputs={"x": torch.rand(3, 4), "more": {"scale": InputSpec(torch.float32, (4,))}},
         sizes=[1, 2],
+        platform="cpu",
     )
     runner.capture()
     scale = torch.rand(4)
     assert torch.equal(runner(x=torch.ones(2, 4), more={"scale": scale})[1], scale)
     with pytest.raises(InvalidInputError, match=r"InputSpec.of\(x"):
-        GraphRunner(lambda x: x, inputs={"x": torch.rand(1, 4)}, sizes=[1])
+        GraphRunner(lambda x: x, inputs={"x": torch.rand(1, 4)}, sizes=[1], platform="cpu")
 
 
 @pytest.mark.parametrize(
@@ -267,12 +268,17 @@ def test_axes_that_are_none_of_a_tensor_are_named(axes: Any) -> None:
 
 def test_a_tensor_given_first_is_the_only_input() -> None:
     """With several inputs an error names them."""
-    one: Any = GraphRunner(lambda x: x * 2, inputs={"x": torch.ones(2, 2)}, sizes=[1, 2])
+    one: Any = GraphRunner(
+        lambda x: x * 2, inputs={"x": torch.ones(2, 2)}, sizes=[1, 2], platform="cpu"
+    )
     one.capture()
     assert torch.equal(one(torch.ones(1, 2)), torch.full((1, 2), 2.0))
     assert one.last_dispatch.reason is Reason.HIT
     two: Any = GraphRunner(
-        lambda x, y: x + y, inputs=dict.fromkeys("xy", torch.ones(2, 2)), sizes=[1, 2]
+        lambda x, y: x + y,
+        inputs=dict.fromkeys("xy", torch.ones(2, 2)),
+        sizes=[1, 2],
+        platform="cpu",
     )
     for values in ({}, {"y": torch.ones(1, 2)}):
         with pytest.raises(InvalidInputError, match="x, y by name"):
@@ -281,7 +287,9 @@ def test_a_tensor_given_first_is_the_only_input() -> None:
 
 def test_captures_between_steps_end() -> None:
     """`while runner.capture_next()` does."""
-    runner: Any = GraphRunner(lambda x: x * 2, inputs={"x": torch.ones(2, 2)}, sizes=[1, 2, 3])
+    runner: Any = GraphRunner(
+        lambda x: x * 2, inputs={"x": torch.ones(2, 2)}, sizes=[1, 2, 3], platform="cpu"
+    )
     planned, calls = len(runner.plan.keys), 1
     while runner.capture_next():
         calls += 1
@@ -299,3 +307,19 @@ def test_a_deleted_one_frees_its_graphs_without_a_collection() -> None:
         assert graphs() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.cuda
+def test_on_a_gpu_graphs_equal_eager_and_the_gain_is_told() -> None:
+    """The device is the model's; inputs may come from the host."""
+    model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)]).cuda()
+    model.eval().requires_grad_(False)
+    x = torch.rand(8, 64)
+    fast = GRAPHED(model, (x.cuda(),), [1, 4, 8])
+    for rows in range(1, 9):
+        assert torch.equal(fast(x[:rows].cuda()), fast(x[:rows]))
+        assert torch.allclose(fast(x[:rows]), model(x[:rows].cuda()), atol=1e-5)
+        assert fast.runner.last_dispatch.reason is Reason.HIT
+    timed = [each for each in fast.runner.report().graphs if each.replay_s]
+    assert {each.descriptor.num_tokens for each in timed} == {1, 8}
+    print(fast)

@@ -31,7 +31,9 @@ class Counted(torch.nn.Module):
 def runner_of(forward: Any, **more: Any) -> Any:
     """A captured runner of rows."""
     spec = InputSpec(torch.float32, ("tokens", 4))
-    runner: Any = GraphRunner(forward, inputs={"x": spec}, sizes=[1, 2, 4, 8], **more)
+    runner: Any = GraphRunner(
+        forward, inputs={"x": spec}, sizes=[1, 2, 4, 8], **{"platform": "cpu", **more}
+    )
     runner.capture()
     return runner
 
