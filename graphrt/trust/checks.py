@@ -48,7 +48,7 @@ issues other operators or numbers for it."""
 
 
 _EVERY = 4
-"""Of so many steps one reads a setting that takes long to read. There are eight."""
+"""Of so many steps one reads a setting that takes long to read. There are seven."""
 
 NO_INPUTS: Differing = {"tokens": frozenset()}
 """No input can show that rows are mixed: only the first padded step is tried."""

@@ -44,8 +44,8 @@ class FakeNodes:
     asked_sizes: int = 0
     executable: dict[int, Any] = field(default_factory=dict)
     """Node -> the parameters that it was set to: (function, grid, *arguments), or bytes."""
-    sets: bool = True
-    """Whether it sets parameters of nodes."""
+    refuses: int = _OK
+    """What it answers where parameters of a node are to be set; then it sets none."""
     clusters: set[int] = field(default_factory=set)
     """The functions that are launched in clusters."""
 
@@ -120,8 +120,8 @@ class FakeNodes:
 
     def cuGraphExecKernelNodeSetParams_v2(self, executable: Any, node: Any, launch: Any) -> int:
         assert executable.value and self._node(node).kind == KERNEL
-        if not self.sets:
-            return _INVALID_VALUE
+        if self.refuses:
+            return self.refuses
         launch = launch._obj
         function = launch.function or launch.kernel - _OF_LIBRARY
         places = ctypes.cast(launch.arguments, ctypes.POINTER(ctypes.c_void_p))
@@ -136,8 +136,8 @@ class FakeNodes:
         self, executable: Any, node: Any, parameters: Any, context: Any
     ) -> int:
         assert executable.value and context.value and self._node(node).kind in (MEMCPY, MEMSET)
-        if not self.sets:
-            return _INVALID_VALUE
+        if self.refuses:
+            return self.refuses
         self.executable[node.value] = parameters
         return _OK
 

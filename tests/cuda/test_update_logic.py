@@ -179,12 +179,21 @@ def test_a_kernel_that_is_launched_in_another_cluster_is_refused(updates):
         made.step(2)
 
 
-def test_parameters_that_the_driver_does_not_take_are_refused(updates):
-    made = updates(attention)
-    made.driver.sets = False
-    with pytest.raises(TaskContractError, match="the driver does not set"):
+@pytest.mark.parametrize("issue", [attention, copies])
+@pytest.mark.parametrize(
+    ("status", "error", "text"),
+    [
+        (1, TaskContractError, "the driver does not set"),
+        (910, TaskContractError, "the driver does not set"),
+        (2, api.DriverError, "CUresult 2"),  # no memory, which says nothing of the task
+    ],
+)
+def test_parameters_that_the_driver_does_not_take_are_refused(updates, issue, status, error, text):
+    made = updates(issue)
+    made.driver.refuses = status
+    with pytest.raises(error, match=text):
         made.step(1)
-    made.driver.sets = True
+    made.driver.refuses = 0
     made.step(1)
     assert made.right()
 

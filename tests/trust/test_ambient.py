@@ -87,7 +87,6 @@ def other_value(row: Setting) -> contextlib.AbstractContextManager[object]:
         "torch dispatch modes": Passes,
         "default dtype": lambda: set_by(torch.set_default_dtype, torch.float64, now),
         "deterministic algorithms": lambda: set_by(torch.set_deterministic_debug_mode, 2, now),
-        "sdp_priority_order": lambda: set_by(_setters._set_sdp_priority_order, now[::-1], now),
         "autocast cache": lambda: set_by(torch.set_autocast_cache_enabled, not now, now),
         "gradients": torch.enable_grad,
         "inference mode": torch.inference_mode,

@@ -83,10 +83,11 @@ def _rows() -> Iterator[Setting]:
         for of in "matmul", "conv", "rnn":
             name, read = f"{backend}.{of}.fp32_precision", partial(_precision, backend, of)
             yield Setting(name, read, GUARD if name.startswith("cuda.matmul") else TURN)
+    # Without the order of attention kernels: torch itself changes it at the first call on a GPU.
     for step, names in (
         (READ, "cublas_allow_fp16_accumulation cudnn_enabled cudnn_deterministic mkldnn_enabled"),
         (READ, "cudnn_sdp_enabled flash_sdp_enabled math_sdp_enabled mem_efficient_sdp_enabled"),
-        (TURN, "math_sdp_allow_fp16_bf16_reduction mkldnn_deterministic sdp_priority_order"),
+        (TURN, "math_sdp_allow_fp16_bf16_reduction mkldnn_deterministic"),
         ("", "cudnn_benchmark"),
     ):
         for getter in filter(None, map(setting_getter, names.split())):

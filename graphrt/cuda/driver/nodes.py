@@ -8,6 +8,8 @@ from graphrt.cuda.driver.api import check, need, node_count, pointer
 
 _INVALID_VALUE = 1
 _OUT_OF_MEMORY = 2
+_REFUSALS = (_INVALID_VALUE, 801, 910)
+"""CUresult of parameters that an executable cannot have: invalid, not supported, not updated."""
 # CUgraphNodeType
 KERNEL, CHILD, EMPTY = 0, 4, 5
 MEMORY_NAMES = {1: "Memcpy", 2: "Memset"}
@@ -20,21 +22,25 @@ def destroy_graph(graph: int) -> None:
 
 def set_node(executable: int, node: int, kind: int, source: int) -> bool:
     """Give a kernel, copy or fill `node` of an executable the parameters of `source`, a node of the
-    same kind in another template; False if the driver refuses.
+    same kind in another template; False if the driver refuses. Raises `DriverError` for a failure
+    of another kind, such as a lack of memory.
 
     The driver copies them: `source` may be destroyed then, and launches that are enqueued already
     keep the parameters of before.
     """
     library, into = need(), (pointer(executable), pointer(node))
     if kind == KERNEL:
-        launch = kernel_parameters(source)
-        status = library.cuGraphExecKernelNodeSetParams_v2(*into, ctypes.byref(launch))
+        name, launch = "cuGraphExecKernelNodeSetParams_v2", kernel_parameters(source)
+        status = getattr(library, name)(*into, ctypes.byref(launch))
     else:
         context = ctypes.c_void_p()
         check("cuCtxGetCurrent", library.cuCtxGetCurrent(ctypes.byref(context)))
-        call = getattr(library, f"cuGraphExec{MEMORY_NAMES[kind]}NodeSetParams")
-        status = call(*into, memory_parameters(source, kind), context)
-    return bool(status == 0)
+        name = f"cuGraphExec{MEMORY_NAMES[kind]}NodeSetParams"
+        status = getattr(library, name)(*into, memory_parameters(source, kind), context)
+    if status in _REFUSALS:
+        return False
+    check(name, status)
+    return True
 
 
 def memory_parameters(node: int, kind: int) -> bytes:
