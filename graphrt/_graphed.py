@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Literal
 
@@ -21,7 +21,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphrt._runner import GraphRunner
 from graphrt.core.base import tree
-from graphrt.core.base.errors import InvalidInputError, InvalidOptionError, Uncopied
+from graphrt.core.base._undo import note
+from graphrt.core.base.errors import (
+    InvalidInputError,
+    InvalidOptionError,
+    RowsMixedError,
+    Uncopied,
+)
 from graphrt.core.base.option_values import check_callable, check_kind, shown
 from graphrt.core.base.texts import aligned
 from graphrt.core.base.thread_mode import ThreadMode, without_gradients
@@ -39,10 +45,6 @@ from graphrt.core.runner.runner import R
 if TYPE_CHECKING:
     pass
 
-_BY_INDEX = ("aten::index_", "aten::_index_put", "aten::scatter_", "aten::put_")
-"""How the names of torch's operators begin that write by an index, their second or third
-argument."""
-
 InputAxes = Mapping[str, "InputSpec | Sequence[int | str | None]"]
 """Name of an input -> the axes of its first dimensions, or its whole spec."""
 
@@ -56,7 +58,8 @@ class Graphed(Uncopied, Generic[R]):
         self._names = names
 
     def __call__(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> R:
-        """The results for these inputs, positional or by keyword; raises what the runner does."""
+        """Returns the model's results. Inputs are given by position or by keyword. Raises what a
+        call of the runner raises."""
         if not args:
             return self.runner(**kwargs)
         if len(args) > len(self._names) or kwargs.keys() & {*self._names[: len(args)]}:
@@ -122,8 +125,9 @@ def graphed(
         device=device,
         mode="FULL",
     )
+    guessed = [name for name in specs if not isinstance((axes or {}).get(name), InputSpec)]
     with runner(sizes=[rows]) as plain:
-        of_outputs = _try(plain, call, specs, rows, example)
+        of_outputs = _try(plain, call, guessed, rows, example)
     fast = runner(
         sizes=_powers_up_to(rows) if sizes is None else sizes,
         outputs=of_outputs,
@@ -132,8 +136,14 @@ def graphed(
     try:
         fast.capture()
         fast.measure()
-    except BaseException:
+    except BaseException as error:
         fast.close()
+        if isinstance(error, RowsMixedError):
+            note(
+                error,
+                'graphed: where another dimension has the rows, axes={"x": (None, "rows")}; '
+                "Host(mixes_rows=True) is given to a GraphRunner",
+            )
         raise
     return Graphed(fast, tuple(call.values))
 
@@ -180,8 +190,9 @@ class _Call:
 def _bound(
     model: Callable[..., Any], given: Sequence[Any], named: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
-    """The arguments by name, in the order of the signature, and the names of those that have to be
-    given by their place. Raises `InvalidInputError` for arguments that do not fit."""
+    """Bind the inputs to the model's parameters. Returns them by name, in the order of the
+    signature, and the names of positional-only ones. Raises `InvalidInputError` where they do not
+    fit."""
     call: Any = model
     if isinstance(model, torch.nn.Module) and type(model).__call__ is torch.nn.Module.__call__:
         call = model.forward
@@ -285,8 +296,9 @@ def _specs_of(values: Mapping[str, torch.Tensor], axes: InputAxes) -> dict[str, 
 def _rows_of(
     values: Mapping[str, torch.Tensor], specs: Mapping[str, InputSpec]
 ) -> tuple[int, Callable[[int], dict[str, torch.Tensor]]]:
-    """How many rows the inputs have, two at least, and what returns inputs of so many rows: those
-    given, again and again. Raises `InvalidInputError` for inputs of several lengths, or of none."""
+    """Returns the number of rows of the inputs, at least two, and a function that makes inputs of a
+    number of rows by repeating those given. Raises `InvalidInputError` for inputs of several
+    lengths, or without rows."""
     counts: dict[str, int] = {}
     for name, spec in specs.items():
         axis, dim = spec.batch_axis()
@@ -332,17 +344,17 @@ def _powers_up_to(most: int) -> list[int]:
 def _try(
     plain: GraphRunner[Any],
     call: _Call,
-    specs: Mapping[str, InputSpec],
+    guessed: Sequence[str],
     rows: int,
     example: Callable[[int], dict[str, torch.Tensor]],
 ) -> Any:
-    """The axes of what the model returns, by two eager runs, after which its state is as before.
+    """Run the model twice eagerly, and put its state back. Returns the axes of its results.
     Raises `OutputError`, and `InvalidInputError` for an input whose padding must be given."""
     layout, shapes, runs = OutputLayout(), [], []
     watch = plain.graphs.checks.runs(plain.graphs.setup)
 
     def run(count: int) -> None:
-        writes = _AddressedWrites(example(count), specs)
+        writes = _AddressedWrites(example(count), guessed)
         runs.append(writes)
 
         def forward() -> Any:
@@ -382,62 +394,101 @@ def _axes_of(large: Any, small: Any) -> Any:
 
 
 class _AddressedWrites(ThreadMode):
-    """Sees which integer inputs of a run address writes into memory that outlives it."""
+    """Sees which inputs of a run decide where memory that outlives the run is written.
 
-    def __init__(self, inputs: Mapping[str, torch.Tensor], specs: Mapping[str, InputSpec]) -> None:
+    An index computed from an input does. So does a mask, or a tensor with rows placed by an index,
+    in what is written over such memory as a whole: `cache.copy_(torch.where(mask, new, cache))`.
+    """
+
+    def __init__(self, inputs: Mapping[str, torch.Tensor], guessed: Iterable[str]) -> None:
+        """`guessed` are the inputs of which nobody has said how they are padded."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.inputs = dict(inputs)
-        # Whole numbers by storage, with the inputs that they were computed from. They are kept, so
-        # that no other storage gets the key of one.
-        self._from: dict[int | None, tuple[torch.Tensor, frozenset[str]]] = {}
-        # What was written, by which inputs, with which operator.
-        self._written: list[tuple[int | None, StorageWeakRef, frozenset[str], str]] = []
-        for name, value in inputs.items():
-            if not specs[name].index and _is_whole(value):
-                self._from[tree.storage_key(value)] = value, frozenset({name})
+        # Storage -> the inputs that it was computed from, and those that decide where its rows are.
+        # While there is the weak reference, no other storage gets the key.
+        self._from: dict[int | None, tuple[StorageWeakRef, frozenset[str], frozenset[str]]] = {}
+        # What was written, as decided by which inputs, with which operator.
+        self._written: list[tuple[int | None, StorageWeakRef, frozenset[str], str, int]] = []
+        for name in guessed:
+            self._note(inputs[name], frozenset({name}), frozenset())
 
     def handle(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the operator, and note what whole numbers it passes on and where it writes."""
+        """Call an operator. Note the inputs that its results come from, and those that decide where
+        it writes."""
         facts = facts_of(func)
-        addresses: Any = (args, kwargs)
-        if facts.is_aten:
-            addresses = args[1:3] if facts.name.startswith(_BY_INDEX) else ()
-        if facts.writes and (names := self._names_of(addresses)):
-            for tensor in written(facts, args, kwargs):
-                if self._names_of(tensor) != names:
-                    ref = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-                    self._written.append((tree.storage_key(tensor), ref, names, str(func)))
+        sources, placed = self._of((args, kwargs))
+        at = _INDEX_AT.get(facts.name.removesuffix("_"))
+        if at is None and facts.is_aten:
+            deciding = placed
+        else:
+            operands = args[at : at + 1] if at is not None else (args, kwargs)
+            indices = [each for each in tree.tensors(operands) if _is_whole(each)]
+            deciding, _ = self._of(indices)
+            placed |= deciding
+        targets = [*written(facts, args, kwargs)]
+        for tensor in targets if deciding else ():
+            rows = tensor.shape[args[1] if at == 2 else 0] if tensor.dim() else 1
+            self._written.append(
+                (tree.storage_key(tensor), _weak(tensor), deciding, str(func), rows)
+            )
         result = func(*args, **kwargs)
-        if names := self._names_of((args, kwargs)):
-            for tensor in tree.tensors(result):
-                if _is_whole(tensor):
-                    self._from[tree.storage_key(tensor)] = tensor, names
+        if sources:
+            for tensor in (*tree.tensors(result), *targets):
+                decided = sources if tensor.dtype is torch.bool else frozenset[str]()
+                self._note(tensor, sources, placed | decided)
         return result
 
-    def _names_of(self, values: Any) -> frozenset[str]:
-        """The inputs that whole numbers among `values` come from."""
-        sources = (self._from.get(tree.storage_key(each)) for each in tree.tensors(values))
-        return frozenset().union(*(source[1] for source in sources if source is not None))
+    def _note(self, tensor: torch.Tensor, sources: frozenset[str], placed: frozenset[str]) -> None:
+        self._from[tree.storage_key(tensor)] = _weak(tensor), sources, placed
+
+    def _of(self, values: Any) -> tuple[frozenset[str], frozenset[str]]:
+        """The inputs that tensors among `values` come from, and those that decide where their rows
+        are."""
+        keys = (tree.storage_key(each) for each in tree.tensors(values))
+        found = [self._from[key] for key in keys if key in self._from]
+        sources = frozenset[str]().union(*(each[1] for each in found))
+        return sources, frozenset[str]().union(*(each[2] for each in found))
 
     def refuse(self) -> None:
-        """Raise `InvalidInputError` for an input that addressed a write into memory that is still
-        there, and is no input."""
+        """Raise `InvalidInputError` for an input that decided where memory was written that is
+        still there, and is no input."""
         inputs = {tree.storage_key(value) for value in self.inputs.values()}
-        for key, ref, names, operator in self._written:
+        for key, ref, names, operator, rows in self._written:
             if ref.expired() or key in inputs:  # type: ignore[no-untyped-call]
                 continue
-            name = min(names)
-            spec = f"InputSpec({self.inputs[name].dtype}, "
+            whole = [name for name in sorted(names) if _is_whole(self.inputs[name])]
+            name = whole[0] if whole else min(names)
+            spec = f'InputSpec({self.inputs[name].dtype}, ("rows",), index=True, pad={rows - 1})'
             raise InvalidInputError(
                 f"input {name!r} addresses a write into memory that lasts, and padding rows would "
                 "write there too",
                 got=f"no padding of {name!r}, with which {operator} writes",
                 expected="the padding with which rows write nothing live",
-                advice=f'axes={{"{name}": {spec}("rows",), index=True, pad=-1)}}, if the last row '
-                "of that memory is nobody's; else the number of a row that is",
+                advice=f'axes={{"{name}": {spec}}}, if row {rows - 1} is nobody\'s; else make '
+                "the memory one row larger, and pad with that row"
+                if whole
+                else "pass the rows to write as an integer input, and say how it is padded: "
+                "InputSpec(..., index=True, pad=...)",
             )
 
 
+_INDEX_AT = {
+    **dict.fromkeys(("aten::index_put", "aten::_index_put_impl", "aten::put"), 1),
+    **dict.fromkeys(
+        (
+            *("aten::index_copy", "aten::index_add", "aten::index_fill", "aten::index_reduce"),
+            *("aten::scatter", "aten::scatter_add", "aten::scatter_reduce"),
+        ),
+        2,
+    ),
+}
+"""Operator of torch, without the "_" of those that write in place -> which argument has the numbers
+of the rows to write. In front of the second there is the dimension."""
+
+
+def _weak(tensor: torch.Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
 def _is_whole(tensor: torch.Tensor) -> bool:
-    whole = not (tensor.is_floating_point() or tensor.is_complex())
-    return whole and tensor.dtype is not torch.bool
+    return not (tensor.is_floating_point() or tensor.is_complex())

@@ -6,6 +6,7 @@ import functools
 import gc
 import re
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -160,6 +161,86 @@ def test_an_input_that_addresses_a_cache_needs_its_padding(off: bool) -> None:
     axes = eval(shown[1], {"InputSpec": InputSpec, "torch": torch})
     fast = GRAPHED(model, given, axes=axes, options=options)
     assert torch.equal(fast(*given), model.table[given[0]] * 2)
+
+
+def placed(mask: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """The new row of each row of a cache; zeros where the mask, of (rows, slots), has none."""
+    return (mask.to(new.dtype)[:, :, None] * new[:, None]).sum(0)
+
+
+Cache, Slots, New = torch.Tensor, torch.Tensor, torch.Tensor
+WRITES: dict[str, Callable[[Cache, Slots, New], object]] = {
+    "index_copy_": lambda cache, at, new: cache.index_copy_(0, at, new),
+    "scatter_": lambda cache, at, new: cache.scatter_(0, at[:, None].expand(-1, 4), new),
+    "a copy with rows": lambda cache, at, new: cache.copy_(cache.index_copy(0, at, new)),
+    "rows added": lambda cache, at, new: cache.add_(torch.zeros(9, 4).index_add(0, at, new)),
+    "a mask": lambda cache, at, new: cache.masked_fill_(
+        (torch.arange(9)[:, None] == at).any(1, keepdim=True), 3.0
+    ),
+    "where": lambda cache, at, new: cache.copy_(
+        torch.where(
+            (torch.arange(9)[:, None] == at).any(1, keepdim=True),
+            placed(at[:, None] == torch.arange(9), new),
+            cache,
+        )
+    ),
+    "compared numbers": lambda cache, at, new: cache.add_(
+        placed((at[:, None] == torch.arange(9)).long(), new)
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WRITES)
+def test_however_an_input_decides_which_rows_are_written_its_padding_is_asked_for(way: str) -> None:
+    """The spec in the advice makes a step leave what eager leaves, but for the spare row."""
+    caches = [torch.zeros(9, 4), torch.zeros(9, 4)]
+
+    def forward(cache: torch.Tensor) -> Callable[..., torch.Tensor]:
+        def run(new: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+            WRITES[way](cache, slots, new)
+            return new * 2
+
+        return run
+
+    given = torch.rand(4, 4), torch.tensor([1, 2, 3, 4])
+    with pytest.raises(InvalidInputError, match="'slots' addresses a write") as raised:
+        GRAPHED(forward(caches[0]), given)
+    shown = re.search(r"axes=(\{.*\)\})", str(raised.value))
+    assert shown
+    axes = eval(shown[1], {"InputSpec": InputSpec, "torch": torch})
+    fast = GRAPHED(forward(caches[0]), given, axes=axes)
+    new, slots = torch.rand(3, 4), torch.tensor([0, 5, 7])
+    fast(new, slots)
+    forward(caches[1])(new, slots)
+    assert fast.runner.last_dispatch.reason is Reason.HIT
+    assert torch.equal(caches[0][:8], caches[1][:8])
+
+
+def test_rows_that_a_float_input_decides_are_refused() -> None:
+    """No float has a padding that addresses nothing."""
+    cache = torch.zeros(9, 4)
+    with pytest.raises(InvalidInputError, match="pass the rows to write as an integer input"):
+        GRAPHED(
+            lambda x, at: x + cache.index_add_(0, at.long(), x).sum() * 0,
+            (torch.rand(3, 4), torch.tensor([1.0, 2.0, 3.0])),
+        )
+
+
+def test_masks_of_attention_and_values_that_are_kept_are_not_taken_for_addresses() -> None:
+    """Positions hide scores, the slots are declared, and the last rows are kept."""
+    keys, kept = torch.zeros(9, 4), torch.zeros(4, 4)
+
+    def forward(x: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        kept[: len(x)].copy_(x * 2)
+        keys.index_copy_(0, slots, x)
+        scores = (x @ keys.T).masked_fill(torch.arange(9) > positions[:, None], -1e9)
+        keys.index_copy_(0, slots, scores.softmax(-1) @ keys)
+        return x * 2
+
+    spec = InputSpec(torch.int64, ("rows",), index=True, pad=8)
+    given = torch.rand(4, 4), torch.tensor([1, 2, 3, 4]), torch.tensor([1, 2, 3, 4])
+    fast = GRAPHED(forward, given, axes={"slots": spec})
+    assert torch.equal(fast(*given), given[0] * 2)
 
 
 def test_integers_that_address_nothing_lasting_are_padded() -> None:
