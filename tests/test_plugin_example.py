@@ -203,6 +203,39 @@ def test_a_plugin_that_registers_itself_at_import_is_warned_of_with_its_file(
         assert (done.stdout.strip(), done.stderr) == ("planted", "")
 
 
+ASKING = {
+    "at import": ("register(sys.modules[__name__]); get_platform('planted')\n", "{}", "imported"),
+    "in its hook": (
+        "@hookimpl(trylast=True)\ndef graphrt_platforms():\n    return get_platform('planted')\n",
+        "",
+        "give its platforms",
+    ),
+    "then raises": ("register(sys.modules[__name__]); raise ValueError('no')\n", "{}", "imported"),
+    "an error without text": (
+        "class Mute(Exception):\n    def __str__(self): raise ValueError\nraise Mute\n",
+        "{}",
+        "imported",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", ASKING)
+def test_a_plugin_that_fails_while_it_is_looked_for_is_left_out_and_named_once(
+    how: str, tmp_path: Path
+) -> None:
+    ends, begins, text = ASKING[how]
+    imports = "import sys\nfrom graphrt.platforms import get_platform, hookimpl, register\n"
+    add_plugin(
+        tmp_path,
+        "planted",
+        imports + (textwrap.dedent(PLATFORM.format(name="planted")) if begins else "") + ends,
+    )
+    done = run(CURRENT, tmp_path)
+    assert done.returncode == 0 and done.stdout.strip() != "planted", done.stderr
+    assert done.stderr.count("PluginWarning") == 1 and "Recursion" not in done.stderr
+    assert text in done.stderr and f"{tmp_path}/planted.py" in done.stderr
+
+
 def test_a_plugin_imported_though_its_variable_is_off_is_warned_of(tmp_path: Path) -> None:
     imports = "import sys\nfrom graphrt.platforms import register\n"
     begins = textwrap.dedent(PLATFORM.format(name="planted"))

@@ -80,7 +80,10 @@ class FoundPlatform:
     def failed(self, how: str, error: BaseException) -> FoundPlatform:
         """Note, and warn, that a call of the plugin raised: it is not available from now on."""
         self.error = printable("".join(traceback.format_exception(error)).rstrip())
-        what = printable(f"{type(error).__name__}: {' '.join(str(error).split())}")
+        only = "".join(traceback.format_exception_only(error)).removeprefix(
+            f"{type(error).__module__}."
+        )
+        what = printable(" ".join(only.split()))
         self._availability = Availability(False, f"{how}: {what}")
         whose = f"plugin {printable(self.plugin)}"
         if self.name is not None:
@@ -158,6 +161,8 @@ class PlatformRegistry:
         self._simulated_types: set[str] = set()
         # Held while anything is looked for: two threads may ask first.
         self._lock = threading.RLock()
+        # Whether plugins are being imported, or asked for their platforms.
+        self._is_looking = False
 
     def register(self, plugin: object, name: str | None = None) -> str:
         """Add a plugin (a module or object with the hook) of this process; returns its name.
@@ -180,19 +185,33 @@ class PlatformRegistry:
     def platforms(self) -> tuple[FoundPlatform, ...]:
         """All that was found, plugins first; broken ones have an `error`. Never raises for one."""
         with self._lock:
-            if self._broken is None:
-                self._broken = self._load_installed()
-            records = list(self._broken)
-            # Each plugin is asked by itself: pluggy stops calling the others when one raises.
-            for hook in self._plugins.hook.graphrt_platforms.get_hookimpls():
-                name = hook.plugin_name
-                # A plugin may register itself, or any object, while it is imported.
-                file = self._files.get(name) or _file_of_hook(hook)
-                plugin = FoundPlatform(name, "plugin", file=file)
-                records += self._load(plugin, partial(_platforms_of, hook))
-            for name in self._built_ins:
-                records += self._built_in(name)
-            return tuple(records)
+            if self._is_looking:
+                raise PlatformError(
+                    "a plugin asks for platforms while it is imported, or asked for its own",
+                    expected="a plugin that only gives its platforms then",
+                    advice="ask where the platform is used, as in its start()",
+                )
+            self._is_looking = True
+            try:
+                return self._all_found()
+            finally:
+                self._is_looking = False
+
+    def _all_found(self) -> tuple[FoundPlatform, ...]:
+        """See `platforms`."""
+        if self._broken is None:
+            self._broken = self._load_installed()
+        records = list(self._broken)
+        # Each plugin is asked by itself: pluggy stops calling the others when one raises.
+        for hook in self._plugins.hook.graphrt_platforms.get_hookimpls():
+            name = hook.plugin_name
+            # A plugin may register itself, or any object, while it is imported.
+            file = self._files.get(name) or _file_of_hook(hook)
+            plugin = FoundPlatform(name, "plugin", file=file)
+            records += self._load(plugin, partial(_platforms_of, hook))
+        for name in self._built_ins:
+            records += self._built_in(name)
+        return tuple(records)
 
     def get(self, name: str, *, must_be_available: bool = True) -> Platform:
         """The platform of that name. A built-in is found without importing any plugin, which may
@@ -302,14 +321,18 @@ class PlatformRegistry:
                 record.file = _file_of(entry_point.module)
                 logger.info("importing plugin %s (%s)", name, printable(entry_point.value))
                 plugin = entry_point.load()
-                if not self._plugins.is_registered(plugin):
-                    self.register(plugin, name)
-                added = str(self._plugins.get_name(plugin))
-                self._files.setdefault(added, _file_of(entry_point.module))
+                added = set(dict(self._plugins.list_name_plugin()).keys() - before.keys())
+                if self._plugins.is_registered(plugin):
+                    added |= {str(self._plugins.get_name(plugin))}
+                # It may have registered an object of its own instead.
+                added = added or {self.register(plugin, name)}
+                self._files = {**dict.fromkeys(added, _file_of(entry_point.module)), **self._files}
                 if allowed:
-                    now = dict(self._plugins.list_name_plugin())
-                    self._named |= {added} | (now.keys() - before.keys())
+                    self._named |= added
             except FAILURES as error:
+                # What it has registered before it failed is left out too.
+                for each in dict(self._plugins.list_name_plugin()).keys() - before.keys():
+                    self._plugins.unregister(name=each)
                 broken.append(record.failed("could not be imported", error))
             except BaseException:
                 record.interrupted()
