@@ -79,11 +79,12 @@ def _found(target: str) -> Callable[..., Any]:
         target_object: Any = importlib.import_module(module)
         for part in name.split("."):
             target_object = getattr(target_object, part)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
+    # A module may raise anything, and a script ends the process where it is imported.
+    except (Exception, SystemExit) as error:
         raise InvalidOptionError(
             "there is no such forward",
-            got=f"{target} ({error})",
-            expected="module:name of a function or a module",
+            got=f"{target} ({type(error).__name__}: {error})",
+            expected="module:name of a function or a module, in a module that can be imported",
             advice="graphrt explain engine.model:forward --input x=float32[tokens,16]",
         ) from error
     if not callable(target_object):

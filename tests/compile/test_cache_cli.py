@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from typer.testing import CliRunner
 
 from graphrt.cli.app import app
 from graphrt.cli.cache import age_text
-from graphrt.compile.cache.entry import CacheEntry
+from graphrt.compile.cache.entry import CacheEntry, default_directory
 from graphrt.compile.cache.key.parts import CacheKey
 from graphrt.compile.cache.listing import explain_miss
 from graphrt.core.base.errors import InvalidOptionError
@@ -206,3 +207,18 @@ def test_a_key_file_with_values_of_wrong_kinds_is_listed_as_damaged(
             run(*arguments, *option).encode()
     assert "cannot be read" in run("show", key.digest[:16])
     assert explain_miss(directory, key_of(b"three"))
+
+
+def test_a_piece_whose_name_is_no_text_is_shown_as_damaged(directory: Path):
+    folder = next(directory.glob("*/rank_0"))
+    Path(os.fsdecode(os.fsencode(folder) + b"/\xff\x1b[31m.piece")).write_bytes(b"none of graphrt")
+    for option in ([], ["--json"]):
+        text = run("show", folder.parent.name, *option)
+        assert "\x1b" not in text and "no piece of this version" in text
+
+
+@pytest.mark.parametrize("folder", ["~no_such_user/x", "x" * 5000])
+def test_a_folder_that_no_folder_can_be_is_named(monkeypatch: pytest.MonkeyPatch, folder: str):
+    monkeypatch.setenv("GRAPHRT_CACHE_DIR", folder)
+    with pytest.raises(InvalidOptionError, match="folder of the compile cache"):
+        default_directory()

@@ -97,7 +97,9 @@ def unpack(archive: bytes, directory: Path) -> None:
 
 
 def _first_line(name: str, key: str, body: bytes) -> bytes:
-    return f"{MAGIC}: {key} {name} {hashlib.sha256(body).hexdigest()}\n".encode()
+    line = f"{MAGIC}: {key} {name} {hashlib.sha256(body).hexdigest()}\n"
+    # A file of somebody else may have any bytes as its name.
+    return line.encode(errors="surrogateescape")
 
 
 def write_atomic(path: Path, content: bytes) -> None:
