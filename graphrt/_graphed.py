@@ -39,7 +39,7 @@ from graphrt.core.inputs.declared import flat_of
 from graphrt.core.inputs.outputs import OutputLayout
 from graphrt.core.inputs.spec import InputSpec, specs_of
 from graphrt.core.runner.host import Example, Host
-from graphrt.core.runner.report import gain_of
+from graphrt.core.runner.report import GAIN_TITLES, gain_of
 from graphrt.core.runner.runner import R
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class Graphed(Uncopied, Generic[R]):
     def __str__(self) -> str:
         """What the graphs bring: a step by each that was timed, and its forward run eagerly."""
         graphs = self.runner.report().to_dict()["graphs"]
-        rows = [("rows", "by graph", "eager", "gain")]
+        rows = [("rows", *GAIN_TITLES)]
         rows += [(str(graph["tokens"]), *gain_of(graph)) for graph in graphs]
         return "\n".join([f"{self!r}", *aligned(rows)])
 

@@ -252,17 +252,7 @@ def report_lines(figures: Mapping[str, Any], between: Iterable[str] = ()) -> Ite
     yield from between
     if graphs:
         shown = sorted(graphs, key=lambda graph: -graph["steps"])[:_MOST_ROWS]
-        titles = (
-            "graph",
-            "steps",
-            "padding",
-            "capture",
-            "pool",
-            "trial",
-            "by graph",
-            "eager",
-            "gain",
-        )
+        titles = ("graph", "steps", "padding", "capture", "pool", "trial", *GAIN_TITLES)
         rows = [titles, *(_row(graph) for graph in graphs if graph in shown)]
         if not any(graph.get("replay_s") for graph in graphs):
             rows = [row[:-3] for row in rows]
@@ -307,6 +297,10 @@ def _row(graph: Mapping[str, Any]) -> tuple[str, ...]:
         graph["trial"],
         *gain_of(graph),
     )
+
+
+GAIN_TITLES = ("by graph", "eager", "gain")
+"""The titles of the columns of `gain_of`."""
 
 
 def gain_of(graph: Mapping[str, Any]) -> tuple[str, str, str]:
