@@ -254,7 +254,8 @@ def report_lines(figures: Mapping[str, Any], between: Iterable[str] = ()) -> Ite
         shown = sorted(graphs, key=lambda graph: -graph["steps"])[:_MOST_ROWS]
         titles = ("graph", "steps", "padding", "capture", "pool", "trial", *GAIN_TITLES)
         rows = [titles, *(_row(graph) for graph in graphs if graph in shown)]
-        if not any(graph.get("replay_s") for graph in graphs):
+        is_timed = any(graph.get("replay_s") for graph in graphs)
+        if not is_timed:
             rows = [row[:-3] for row in rows]
         yield from ("", *aligned(rows))
         if len(shown) < len(graphs):
@@ -269,6 +270,8 @@ def report_lines(figures: Mapping[str, Any], between: Iterable[str] = ()) -> Ite
     trials = Counter(graph["trial"] for graph in graphs)
     yield "Trials: " + (", ".join(f"{n} {status}" for status, n in trials.items()) or "none")
     yield from _changes(figures["trust"])
+    if graphs and not is_timed:
+        yield "Times: none; runner.measure() compares steps by graphs with eager ones"
 
 
 def _changes(trust: Mapping[str, Any]) -> Iterator[str]:
