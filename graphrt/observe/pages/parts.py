@@ -109,15 +109,15 @@ def curves(
     """A drawing of (class, curve) pairs. `below` names places from the left to the right, of which
     the last one is shown and those that there is room for; `heights` are the values at the bottom,
     at the middle and at the top. Text and dots have the same size at every width."""
-    parts, names = [], []
+    parts = []
     for high, text in enumerate(heights):
         y = _down(high / (len(heights) - 1))
         parts.append(f'<line class="grid" x1="0" x2="100%" y1="{y}" y2="{y}"/>')
-        names.append(f'<text x="0" y="{y}" dy="-5">{escaped(text)}</text>')
+        parts.append(f'<text x="-10" y="{y}" dy="4">{escaped(text)}</text>')
     shown = 2.0
     for right, text in reversed([*below]):
         if shown - right >= _LEAST_GAP:
-            names.append(f'<text class="below" x="{_across(right)}" y="98%">{escaped(text)}</text>')
+            parts.append(f'<text class="below" x="{_across(right)}" y="98%">{escaped(text)}</text>')
             shown = right
     for css, points in lines:
         at = [(_across(right), _down(high), title) for right, high, title in points]
@@ -128,13 +128,12 @@ def curves(
                 f'<circle class="{css}" cx="{x}" cy="{y}" r="3.5">'
                 f"<title>{escaped(title)}</title></circle>"
             )
-    # The names last: they stay readable where a curve crosses them.
-    drawn = "".join([*parts, *names])
+    drawn = "".join(parts)
     return f'<svg class="curves" role="img" aria-label="{escaped(label)}">{drawn}</svg>'
 
 
 def _across(right: float) -> str:
-    return f"{8 + 88 * right:.2f}%"
+    return f"{100 * right:.2f}%"
 
 
 def _down(high: float) -> str:

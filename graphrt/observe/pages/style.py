@@ -76,9 +76,9 @@ svg .pad { fill: var(--pad); }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(300px, 100%), 1fr));
   gap: 8px 28px; }
 figure { margin: 8px 0 12px; } figcaption { font-weight: 600; font-size: .87rem; }
-.curves { display: block; width: 100%; height: 220px; }
-.curves text { fill: var(--soft); font-size: 12px; paint-order: stroke; stroke: var(--ground);
-  stroke-width: 4px; } .curves .below { text-anchor: middle; }
+.curves { display: block; width: 100%; height: 220px; padding: 0 20px 0 70px; overflow: visible; }
+.curves text { fill: var(--soft); font-size: 12px; text-anchor: end; }
+.curves .below { text-anchor: middle; }
 .curves line { stroke-width: 2; } .curves line.live { stroke: var(--live); }
 .curves line.eager { stroke: var(--eager); }
 .curves line.grid { stroke: var(--line); stroke-width: 1; }
