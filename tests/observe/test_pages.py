@@ -350,3 +350,11 @@ def test_a_report_of_before_times_and_platforms_still_has_a_page():
     for graph in data["graphs"]:
         del graph["replay_s"], graph["eager_s"]
     assert "No graph was timed" in page(data)
+
+
+def test_a_model_with_both_tokens_and_rows_keeps_tokens():
+    inputs = {name: InputSpec(torch.float32, (name, 8)) for name in ("tokens", "rows")}
+    runner = GraphRunner(
+        lambda tokens, rows: tokens + rows, mode="FULL", sizes=[2], inputs=inputs, platform="cpu"
+    )
+    assert runner.report().axis == "tokens"
