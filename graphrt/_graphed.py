@@ -40,7 +40,7 @@ from graphrt.core.inputs.outputs import OutputLayout
 from graphrt.core.inputs.spec import InputSpec, specs_of
 from graphrt.core.replay.recording import without_inner_graphs
 from graphrt.core.runner.host import Example, Host
-from graphrt.core.runner.report import gain_of
+from graphrt.core.runner.report import GAIN_TITLES, gain_of
 from graphrt.core.runner.runner import R
 
 InputAxes = Mapping[str, "InputSpec | Sequence[int | str | None]"]
@@ -82,7 +82,7 @@ class Graphed(Uncopied, Generic[R]):
     def __str__(self) -> str:
         """What the graphs bring: a step by each that was timed, and its forward run eagerly."""
         graphs = self.runner.report().to_dict()["graphs"]
-        rows = [("rows", "by graph", "eager", "gain")]
+        rows = [("rows", *GAIN_TITLES)]
         rows += [(str(graph["tokens"]), *gain_of(graph)) for graph in graphs]
         return "\n".join([f"{self!r}", *aligned(rows)])
 
