@@ -8,7 +8,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -25,6 +25,7 @@ from tests.test_engine_example import LIMITS, PROMPTS, SHAPE, one_thread, plain_
 __all__ = ["one_thread"]  # a fixture of each test
 
 EAGER = replace(LIMITS, draft_tokens=0, mode="NONE")
+T = TypeVar("T")
 SHORT, LONG = Sampling(3), Sampling(30)
 
 
@@ -54,6 +55,15 @@ class Steps:
 
     def go_on(self) -> None:
         self._allowed.release(10_000)
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    """On a loop of its own. A reader that nobody tells anything fails the test."""
+
+    async def in_time() -> T:
+        return await asyncio.wait_for(main, 180)
+
+    return asyncio.run(in_time())
 
 
 async def until(true: Callable[[], object]) -> None:
@@ -188,7 +198,7 @@ def test_200_streams_with_readers_that_go_away_lose_no_token_and_leak_no_page(
         return outcomes
 
     expected = [plain_tokens(model, prompt, Sampling(14)) for prompt in PROMPTS]
-    outcomes = asyncio.run(main())
+    outcomes = run(main())
     for number, count, (read, complete) in zip(numbers, tokens, outcomes, strict=True):
         assert read == expected[number][: count if complete else len(read)]
     assert sum(complete for _, complete in outcomes) >= 75
@@ -241,7 +251,7 @@ def test_a_request_whose_reader_has_gone_ends_before_the_next_step(
             assert len(request.generated) <= len(before) + 1 <= 4
             assert waits or steps.begun == 4
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_a_reader_that_stops_holds_no_page_and_reads_all_tokens_later(model: Decoder):
@@ -254,7 +264,23 @@ def test_a_reader_that_stops_holds_no_page_and_reads_all_tokens_later(model: Dec
                 expected = plain_tokens(model, PROMPTS[number], Sampling(9))
                 assert await all_of(stream) == expected[2 * (number == 0) :]
 
-    asyncio.run(main())
+    run(main())
+
+
+def test_a_stream_that_another_task_closes_ends_for_its_reader(model: Decoder):
+    async def main() -> None:
+        async with serving(model) as engine:
+            steps = Steps(engine, allowed=2)
+            stream = engine.stream(PROMPTS[0], LONG)
+            reader = asyncio.create_task(all_of(stream))
+            await until(lambda: steps.begun == 3)
+            await asyncio.sleep(0.01)
+            stream.close()
+            assert await reader == plain_tokens(model, PROMPTS[0], Sampling(2))
+            steps.go_on()
+            await at_rest(engine)
+
+    run(main())
 
 
 def test_the_loop_turns_while_a_step_runs(model: Decoder):
@@ -273,7 +299,7 @@ def test_the_loop_turns_while_a_step_runs(model: Decoder):
             assert await reader == plain_tokens(model, PROMPTS[0], SHORT)
             assert await late == plain_tokens(model, PROMPTS[1], SHORT)
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_the_engine_is_made_stepped_and_closed_in_one_thread_that_ends(model: Decoder):
@@ -296,7 +322,7 @@ def test_the_engine_is_made_stepped_and_closed_in_one_thread_that_ends(model: De
         async with AsyncEngine(Watched) as engine:
             await all_of(engine.stream(PROMPTS[0], SHORT))
 
-    asyncio.run(main())
+    run(main())
     assert len(threads) == 5 and len(set(threads)) == 1
     assert threads[0] is not threading.main_thread() and not threads[0].is_alive()
 
@@ -327,7 +353,7 @@ def test_an_error_of_a_step_reaches_every_reader_by_name_and_ends_the_engine(mod
             with pytest.raises(EngineStoppedError, match="start another one"):
                 engine.stream(PROMPTS[0])
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_a_full_queue_refuses_by_name_until_a_request_has_ended(model: Decoder):
@@ -340,7 +366,7 @@ def test_a_full_queue_refuses_by_name_until_a_request_has_ended(model: Decoder):
             assert [await all_of(stream) for stream in streams] == [expected] * 2
             assert await all_of(engine.stream(PROMPTS[0], SHORT)) == expected
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_a_request_that_cannot_be_served_is_refused_and_others_go_on(model: Decoder):
@@ -351,7 +377,7 @@ def test_a_request_that_cannot_be_served_is_refused_and_others_go_on(model: Deco
                 engine.stream([256])
             assert await all_of(good) == plain_tokens(model, PROMPTS[0], SHORT)
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_shutdown_ends_open_streams_by_name_behind_the_tokens_they_have(model: Decoder):
@@ -375,7 +401,7 @@ def test_shutdown_ends_open_streams_by_name_behind_the_tokens_they_have(model: D
         with pytest.raises(EngineStoppedError, match="was shut down"):
             engine.stream(PROMPTS[0])
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_an_engine_that_cannot_be_made_raises_where_it_is_started(model: Decoder):
@@ -384,7 +410,7 @@ def test_an_engine_that_cannot_be_made_raises_where_it_is_started(model: Decoder
             async with AsyncEngine(lambda: Engine(model, LIMITS)):
                 raise AssertionError("it was made")
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_an_aborted_request_gives_back_its_place_whatever_it_does():
