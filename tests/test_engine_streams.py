@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
+import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import pytest
@@ -21,6 +24,7 @@ from examples.engine.streams import AsyncEngine, EngineStoppedError, QueueFullEr
 from graphrt import Reason
 from tests.draws import rest_long
 from tests.test_engine_example import LIMITS, PROMPTS, SHAPE, one_thread, plain_tokens
+from tests.test_readme import blocks
 
 __all__ = ["one_thread"]  # a fixture of each test
 
@@ -424,3 +428,162 @@ def test_an_aborted_request_gives_back_its_place_whatever_it_does():
         scheduler.abort(request)
     assert not scheduler.running and not scheduler.waiting
     assert len(scheduler.free_pages) == LIMITS.num_pages - 1
+
+
+# The page of HTTP: docs/how-to/serving.md.
+
+
+class Client:
+    """One request to the page's `answer`, over a socket."""
+
+    def __init__(self, server: asyncio.Server) -> None:
+        self._port = server.sockets[0].getsockname()[1]
+
+    async def ask(self, body: object) -> Client:
+        self.reader, self.writer = await asyncio.open_connection("127.0.0.1", self._port)
+        text = json.dumps(body)
+        self.writer.write(f"POST / HTTP/1.1\r\ncontent-Length: {len(text)}\r\n\r\n{text}".encode())
+        return self
+
+    async def answered(self) -> tuple[str, str]:
+        """The first line, and the body."""
+        text = (await self.reader.read()).decode()
+        self.writer.close()
+        head, _, body = text.partition("\r\n\r\n")
+        return head.splitlines()[0], body
+
+
+@pytest.fixture(scope="module")
+def page() -> dict[str, Any]:
+    (block,) = blocks("docs/how-to/serving.md")
+    assert len([line for line in block.code.splitlines() if line.strip()]) <= 40
+    names: dict[str, Any] = {}
+    exec(compile(block.code, "docs/how-to/serving.md", "exec"), names)
+    return names
+
+
+def over_http(
+    page: dict[str, Any],
+    model: Decoder,
+    main: Callable[[AsyncEngine, Callable[[], Client]], Coroutine[Any, Any, None]],
+    max_requests: int = 256,
+) -> None:
+    async def served() -> None:
+        async with serving(model, max_requests=max_requests) as engine:
+            handle = partial(page["answer"], engine)
+            async with await asyncio.start_server(handle, "127.0.0.1", 0) as server:
+                await main(engine, partial(Client, server))
+
+    run(served())
+
+
+def events(tokens: list[int]) -> str:
+    return "".join(f"data: {token}\n\n" for token in tokens)
+
+
+def test_the_documented_server_streams_the_tokens_of_eager_to_each_client(
+    page: dict[str, Any], model: Decoder
+):
+    async def main(engine: AsyncEngine, client: Callable[[], Client]) -> None:
+        clients = [await client().ask({"prompt": p, "max_tokens": 6}) for p in PROMPTS]
+        for prompt, each in zip(PROMPTS, clients, strict=True):
+            status, body = await each.answered()
+            assert status == "HTTP/1.1 200 OK"
+            assert body == events(plain_tokens(model, prompt, Sampling(6))) + "data: [DONE]\n\n"
+
+    over_http(page, model, main)
+
+
+@pytest.mark.parametrize(
+    ("body", "name"),
+    [
+        ({"prompt": [256]}, "RequestError"),
+        ({"prompt": "a text"}, "RequestError"),
+        ({"prompt": 5}, "TypeError"),
+        ({"prompt": [1], "max_tokens": 99}, "RequestError"),
+        ({}, "KeyError"),
+        ([1, 2], "TypeError"),
+    ],
+)
+def test_the_documented_server_answers_400_to_a_request_that_cannot_be_served(
+    page: dict[str, Any], model: Decoder, body: object, name: str
+):
+    async def main(engine: AsyncEngine, client: Callable[[], Client]) -> None:
+        status, text = await (await client().ask(body)).answered()
+        assert status == "HTTP/1.1 400 Bad Request"
+        assert text.startswith(name)
+        assert not engine.engine.busy
+
+    over_http(page, model, main)
+
+
+def test_the_documented_server_answers_503_to_requests_above_its_limit(
+    page: dict[str, Any], model: Decoder
+):
+    async def main(engine: AsyncEngine, client: Callable[[], Client]) -> None:
+        steps = Steps(engine)
+        first = await client().ask({"prompt": PROMPTS[0], "max_tokens": 3})
+        await until(lambda: steps.begun)
+        status, text = await (await client().ask({"prompt": [1]})).answered()
+        assert status == "HTTP/1.1 503 Service Unavailable" and "max_requests is 1" in text
+        steps.go_on()
+        assert (await first.answered())[1].endswith("data: [DONE]\n\n")
+
+    over_http(page, model, main, max_requests=1)
+
+
+@pytest.mark.parametrize("allowed", [0, 3], ids=["before its first token", "while it reads"])
+def test_a_client_of_the_documented_server_that_hangs_up_ends_its_request(
+    page: dict[str, Any], model: Decoder, allowed: int
+):
+    async def main(engine: AsyncEngine, client: Callable[[], Client]) -> None:
+        steps = Steps(engine, allowed)
+        gone = await client().ask({"prompt": PROMPTS[0], "max_tokens": 30})
+        await until(lambda: steps.begun == allowed + 1)
+        (request,) = engine.engine.scheduler.running or engine.engine.scheduler.waiting
+        gone.writer.close()
+        await asyncio.sleep(0.1)
+        steps.go_on()
+        await at_rest(engine)
+        assert len(request.generated) <= allowed + 1
+
+    over_http(page, model, main)
+
+
+def test_clients_of_the_documented_server_are_told_of_a_failed_step(page: dict[str, Any]):
+    broken = seeded(SHAPE)
+
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("no memory left")
+
+    async def main(engine: AsyncEngine, client: Callable[[], Client]) -> None:
+        broken.register_forward_pre_hook(fail)
+        status, body = await (await client().ask({"prompt": [1]})).answered()
+        assert status == "HTTP/1.1 200 OK"
+        assert body.startswith("event: error\ndata: the engine failed") and "no memory" in body
+        status, body = await (await client().ask({"prompt": [1]})).answered()
+        assert status == "HTTP/1.1 503 Service Unavailable" and "no memory" in body
+
+    over_http(page, broken, main)
+
+
+def test_the_documented_server_ends_when_its_task_is_cancelled(page: dict[str, Any]):
+    async def main() -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        serves = asyncio.create_task(page["serve"](port))
+        for _ in range(600):
+            try:
+                _, writer = await asyncio.open_connection("127.0.0.1", port)
+            except OSError:
+                assert not serves.done()
+                await asyncio.sleep(0.1)
+            else:
+                writer.close()
+                break
+        serves.cancel()
+        await asyncio.wait([serves])
+        assert serves.cancelled()
+
+    run(main())
