@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import random
 import socket
+import struct
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import aclosing
@@ -62,12 +64,20 @@ class Steps:
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """On a loop of its own. A reader that nobody tells anything fails the test."""
+    """On a loop of its own. A reader that nobody tells anything fails the test, as does an error
+    that only the loop's log would tell."""
+    untold: list[str] = []
 
     async def in_time() -> T:
-        return await asyncio.wait_for(main, 180)
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: untold.append(context["message"]))
+        result = await asyncio.wait_for(main, 180)
+        gc.collect()
+        return result
 
-    return asyncio.run(in_time())
+    result = asyncio.run(in_time())
+    assert untold == []
+    return result
 
 
 async def until(true: Callable[[], object]) -> None:
@@ -532,15 +542,21 @@ def test_the_documented_server_answers_503_to_requests_above_its_limit(
     over_http(page, model, main, max_requests=1)
 
 
+@pytest.mark.parametrize("resets", [False, True], ids=["closes", "resets"])
 @pytest.mark.parametrize("allowed", [0, 3], ids=["before its first token", "while it reads"])
 def test_a_client_of_the_documented_server_that_hangs_up_ends_its_request(
-    page: dict[str, Any], model: Decoder, allowed: int
+    page: dict[str, Any], model: Decoder, allowed: int, resets: bool
 ):
     async def main(engine: AsyncEngine, client: Callable[[], Client]) -> None:
         steps = Steps(engine, allowed)
         gone = await client().ask({"prompt": PROMPTS[0], "max_tokens": 30})
         await until(lambda: steps.begun == allowed + 1)
         (request,) = engine.engine.scheduler.running or engine.engine.scheduler.waiting
+        if resets:
+            linger = struct.pack("ii", 1, 0)
+            gone.writer.get_extra_info("socket").setsockopt(
+                socket.SOL_SOCKET, socket.SO_LINGER, linger
+            )
         gone.writer.close()
         await asyncio.sleep(0.1)
         steps.go_on()
