@@ -218,6 +218,32 @@ def test_200_streams_with_readers_that_go_away_lose_no_token_and_leak_no_page(
     assert sum(complete for _, complete in outcomes) >= 75
 
 
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_streams_of_graphs_captured_in_the_engines_thread_hit_and_equal_eager_on_a_gpu():
+    """Devices and streams are settings of a thread in torch."""
+    model = seeded(SHAPE).cuda()
+    limits = replace(LIMITS, draft_tokens=0)
+
+    async def main() -> list[list[int]]:
+        async with serving(model, limits) as engine:
+            streams = [engine.stream(PROMPTS[n % 5], Sampling(12)) for n in range(40)]
+            dropped = [engine.stream(PROMPTS[0], LONG) for _ in range(10)]
+            del dropped
+            read = await asyncio.gather(*map(all_of, streams))
+            await at_rest(engine)
+            served = engine.engine.model.runner.report().reasons
+            assert {reason for reason, count in served.items() if count} == {Reason.HIT}
+        return read
+
+    with pytest.MonkeyPatch.context() as patch:
+        # Each step is compared with its padded eager step too.
+        patch.setenv("GRAPHRT_CHECK", "always")
+        read = run(main())
+    with Engine(model, replace(limits, mode="NONE")) as engine:
+        assert read == engine.generate([PROMPTS[n % 5] for n in range(40)], Sampling(12))
+
+
 async def drops(engine: AsyncEngine, stream: list[Stream]) -> None:
     stream.clear()
 
