@@ -11,6 +11,8 @@ from operator import eq, not_
 from types import MappingProxyType
 from typing import Any
 
+import torch.distributed as dist
+
 from graphrt.core.base import errors, torch_names
 from graphrt.core.base._native_door import NativeGlances
 from graphrt.core.base._undo import undo_after
@@ -49,6 +51,8 @@ issues other operators or numbers for it."""
 
 _EVERY = 4
 """Of so many steps one reads a setting that takes long to read. There are seven."""
+
+NO_MEMORY = "no memory was left for a trial"
 
 NO_INPUTS: Differing = {"tokens": frozenset()}
 """No input can show that rows are mixed: only the first padded step is tried."""
@@ -357,6 +361,9 @@ class Checks(StepChecks):
         self.pending = {}
         # Steps so far that `wants_trial` was asked about and that were not due for a trial.
         self._steps = 0
+        # After a trial for which there was no memory: steps until the next one, and twice as many
+        # after that one.
+        self._wait = self._last_wait = 0
         self.decided = None
         # path at which changes of the host make no difference -> the place of its plain value.
         self.harmless: dict[str, Place | None] = {}
@@ -547,6 +554,10 @@ class Checks(StepChecks):
             return self.decided
         graph = self._graphs[slot]
         kind = graph.kind
+        if self._wait and not graph.changed:
+            self._wait -= 1
+            self.padding.forget_contents()
+            return False
         if graph.is_wanted:
             return True
         if differing is not None:
@@ -675,14 +686,34 @@ class Checks(StepChecks):
         for graph in self._served():
             graph.note_harmless({path: self.harmless[path]})
 
-    def cannot_try(self, slot: int, error: errors.StateTooLargeError) -> Reason:
-        """Put a graph into quarantine whose state is too large for a trial after a change of the
-        host; without such a change raises `error`."""
+    def cannot_try(self, slot: int, error: Exception, *, together: bool = False) -> Reason | None:
+        """Decide how the step of a graph runs after `error`: too little memory for its trial. After
+        a change of the host the graph goes into quarantine. Else, where the device is full, it is
+        replayed untried, with one warning. Raises `error` for state above its limit, and among
+        ranks, whether they try `together` or not: the replay's collectives would meet those of
+        trials."""
         graph = self._graphs[slot]
-        if not graph.changed:
+        record = graph.record
+        if graph.changed:
+            self._give_up(graph, f"it cannot be tried: {error}")
+            return Reason.QUARANTINED
+        in_ranks = together or (dist.is_available() and dist.is_initialized())
+        if in_ranks or isinstance(error, errors.StateTooLargeError):
             raise error
-        self._give_up(graph, f"it cannot be tried: {error}")
-        return Reason.QUARANTINED
+        self.ran_forward()
+        self.padding.forget_contents()
+        is_first, self._last_wait = not self._last_wait, max(_SAMPLED, 2 * self._last_wait)
+        self._wait = self._last_wait
+        record.notes = tuple(dict.fromkeys((*record.notes, NO_MEMORY)))
+        if is_first:
+            errors.warn_caller(
+                f"{record.mode.name} [{record.descriptor}] is replayed unchecked: {NO_MEMORY}\n"
+                f"  got: {error}\n  expected: memory for an eager step beside the graphs\n  try: "
+                "leave the KV cache less memory; or Host(example=), which checks graphs in "
+                f"capture(). Steps are checked again after {self._wait} steps",
+                errors.GraphMemoryWarning,
+            )
+        return None
 
     def _give_up(self, graph: _Graph, why: str) -> None:
         """Put a graph into quarantine that may be wrong after a change of the host, where no trial

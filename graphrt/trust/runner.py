@@ -86,8 +86,9 @@ class RunnerChecks(Checks):
         try:
             runs = StepRuns(executor, step, self.padding)
             verdict = self._try(runs)
-        except errors.StateTooLargeError as error:
-            return self.cannot_try(dispatch.slot, error)
+        except (errors.StateTooLargeError, MemoryError, torch.OutOfMemoryError) as error:
+            together = step.agreed or executor.graphs.setup.host.ranks is not None
+            return self.cannot_try(dispatch.slot, error, together=together)
         if verdict.failure is not None:
             dispatcher = executor.graphs.dispatcher
             dispatch = dispatcher.run_eagerly(dispatch, step.batch, Reason.QUARANTINED)

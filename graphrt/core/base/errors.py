@@ -266,7 +266,8 @@ class GraphsDroppedWarning(UserWarning):
 
 
 class GraphMemoryWarning(UserWarning):
-    """The graphs of a plan will take more memory than there is, or than they may."""
+    """The graphs of a plan will take more memory than there is, or than they may; or a step's trial
+    found none, and its graph is replayed unchecked."""
 
 
 class StaleTensorWarning(UserWarning):
