@@ -21,11 +21,12 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from graphrt.core.base import errors
+from graphrt.core.base._undo import note
 from graphrt.core.batch.modes import GraphMode
 
 _GRAPHRT = Path(os.path.abspath(__file__)).parents[2]
@@ -73,7 +74,7 @@ def user_source() -> Source | None:
     while frame is not None:
         # A `Source` only where needed: watches ask at every operator, deep inside of torch.
         code = frame.f_code
-        if _is_users(code.co_filename):
+        if _is_users(code.co_filename) and not _is_torchs(frame):
             return Source(code.co_filename, frame.f_lineno, code.co_name)
         line_of = _generated.get(code.co_filename)
         source = None if line_of is None else line_of(frame.f_lineno)
@@ -89,7 +90,7 @@ def source_of(error: BaseException) -> Source | None:
     trace = error.__traceback__
     while trace is not None:
         code, line = trace.tb_frame.f_code, trace.tb_lineno
-        if _is_users(code.co_filename):
+        if _is_users(code.co_filename) and not _is_torchs(trace.tb_frame):
             source = Source(code.co_filename, line, code.co_name)
         elif code.co_filename in _generated:
             source = _generated[code.co_filename](line) or source
@@ -102,6 +103,29 @@ def _is_users(filename: str) -> bool:
     """Whether a file is neither of torch nor of the runtime parts of graphrt."""
     # A frame of contextlib may be between a capture and its body.
     return not filename.startswith(_NOT_THE_USERS) and filename != contextlib.__file__
+
+
+def _is_torchs(frame: FrameType) -> bool:
+    """Whether a frame outside of torch's folder is of torch: Inductor writes its code elsewhere."""
+    return str(frame.f_globals.get("__name__")).startswith("torch.")
+
+
+LATE = "no line of the forward is known; a device reports a fault late, at another call"
+
+_ERROR = TypeVar("_ERROR", bound=BaseException)
+
+
+def note_place(error: _ERROR, graph: str, phase: str = "") -> _ERROR:
+    """Say once, in a note, which graph's capture `error` ended, in which phase, and at which line
+    of the user's code, or that none is known. Returns the error."""
+    begin = "while capturing "
+    if not any(text.startswith(begin) for text in getattr(error, "__notes__", ())):
+        at = ""
+        if getattr(error, "source", None) is None:
+            late = LATE if isinstance(error, torch.AcceleratorError) else None
+            at = f"\n  at: {late or source_of(error) or 'no line of the forward is known'}"
+        note(error, f"{begin}{graph}{phase}{at}")
+    return error
 
 
 class Refusal(NamedTuple):

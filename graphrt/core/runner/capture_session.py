@@ -274,12 +274,21 @@ class RunnerCapture:
             if uncompiled:
                 # At the largest size, where no graph is planned.
                 rows = BatchDescriptor(setup.inputs.tokens, setup.inputs.reqs)
-                self._run(graph_table.PreparedStep(graphs, *(keys or [(GraphMode.NONE, rows)])[0]))
+                key = (keys or [(GraphMode.NONE, rows)])[0]
+                self._compile(graph_table.PreparedStep(graphs, *key))
             if not graphs.records:
                 graphs.named.record()
             if keys:
                 freeze_garbage(undo, self)
                 self._capture(keys, progress, more=more)
+
+    def _compile(self, graph: graph_table.PreparedStep) -> None:
+        """Run the forward once, which compiles its modules."""
+        try:
+            self._run(graph)
+        except BaseException as error:
+            refusals.note_place(error, str(graph))
+            raise
 
     def _capture(
         self, keys: Sequence[CaptureKey], progress: Progress | None, *, more: bool
@@ -313,7 +322,7 @@ class RunnerCapture:
             dropped = graph_table.DroppedGraph(graph.mode, graph.descriptor, str(error))
             self._graphs.left_out[graph.slot] = dropped
         except BaseException as error:
-            note(error, f"while capturing {graph}")
+            refusals.note_place(error, str(graph))
             raise
 
     @undoing
@@ -385,7 +394,7 @@ class RunnerCapture:
                 explained = self._setup.pool.platform.explain(error)
                 if isinstance(explained, errors.ResourceExhaustedError):
                     try:
-                        raise explained from error
+                        raise explained.at(refusals.source_of(error)) from error
                     finally:
                         # Else the error and this frame keep each other, and the memory of the run:
                         # smaller graphs would find no room either, as no garbage is collected.
