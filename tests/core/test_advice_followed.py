@@ -470,6 +470,25 @@ def test_the_advice_of_a_wrong_plan_argument_works():
     assert Plan(mode="FULL", platform="cpu", **eval(f"dict({advice})")).keys
 
 
+def test_strict_given_to_a_plan_is_advised_the_options_of_a_runner():
+    given: Any = {"mode": "FULL", "sizes": [4], "attention": "NEVER"}
+    advice = advice_of(Plan, **given, strict=True)
+    assert "strict=" in advice and "options=GraphOptions(...), which a runner takes" in advice
+    forward = lambda x: x + 1  # noqa: E731
+    arguments: Any = {"inputs": INPUTS, "outputs": ("tokens", 4), "platform": "cpu", **given}
+    # The runner raises, and its own advice works too.
+    advice = advice_of(GraphRunner, forward, **arguments, options=GraphOptions(strict=True))
+    assert advice == "mode='PIECEWISE', or strict=False to step down"
+    lower = {**arguments, "mode": "PIECEWISE"}
+    for made in (
+        GraphRunner(forward, **lower, options=GraphOptions(strict=True)),
+        GraphRunner(forward, **arguments, options=GraphOptions(strict=False)),
+    ):
+        made.capture()
+        assert torch.equal(made(x=rows(3)), rows(3, 2.0))
+        assert made.last_dispatch is not None and made.last_dispatch.reason is Reason.HIT
+
+
 def test_opaque_applied_to_a_non_callable_raises():
     with pytest.raises(GraphRTError, match="'function' cannot be called"):
         graphrt.opaque("graphrt_following::none", mutates=[])(None)
