@@ -612,11 +612,7 @@ class Checks(StepChecks):
         record.deterministic &= verdict.deterministic
         record.notes = tuple(dict.fromkeys((*record.notes, *verdict.notes)))[:8]
         if verdict.failure is not None:
-            graphs = [*self._graphs.values()]
-            # Graphs of other kinds write the same rows of padding.
-            spoils_all = self.padding.conflict() is not None
-            of_kind = [each for each in graphs if spoils_all or each.kind is kind]
-            self._quarantine(of_kind, verdict.failure)
+            self.failed(slot, verdict.failure)
             return
         if record.failure is not None:
             # The step itself has replaced a tensor that graphs read: see `ran_forward`.
@@ -637,6 +633,14 @@ class Checks(StepChecks):
             kind.tried_padded(differing)
         self._note_pending()
         self.look_at_padding()
+
+    def failed(self, slot: int, failure: Exception) -> None:
+        """Put all graphs of this one's kind into quarantine; with `strict` raises the failure."""
+        kind = self._graphs[slot].kind
+        # Graphs of other kinds write the same rows of padding.
+        spoils_all = self.padding.conflict() is not None
+        graphs = self._graphs.values()
+        self._quarantine([each for each in graphs if spoils_all or each.kind is kind], failure)
 
     def look_at_padding(self) -> None:
         """After a step: if live rows have the address of padding, put all graphs into quarantine;
@@ -686,19 +690,21 @@ class Checks(StepChecks):
         for graph in self._served():
             graph.note_harmless({path: self.harmless[path]})
 
-    def cannot_try(self, slot: int, error: Exception, *, together: bool = False) -> Reason | None:
+    def in_ranks(self, agreed: bool) -> bool:
+        """Whether other ranks may run the same step."""
+        return agreed or (dist.is_available() and dist.is_initialized())
+
+    def cannot_try(self, slot: int, error: Exception, *, agreed: bool = False) -> Reason | None:
         """Decide how the step of a graph runs after `error`: too little memory for its trial. After
         a change of the host the graph goes into quarantine. Else, where the device is full, it is
         replayed untried, with one warning. Raises `error` for state above its limit, and among
-        ranks, whether they try `together` or not: the replay's collectives would meet those of
-        trials."""
+        ranks: the replay's collectives would meet those of their trials."""
         graph = self._graphs[slot]
         record = graph.record
         if graph.changed:
             self._give_up(graph, f"it cannot be tried: {error}")
             return Reason.QUARANTINED
-        in_ranks = together or (dist.is_available() and dist.is_initialized())
-        if in_ranks or isinstance(error, errors.StateTooLargeError):
+        if isinstance(error, errors.StateTooLargeError) or self.in_ranks(agreed):
             raise error
         self.ran_forward()
         self.padding.forget_contents()

@@ -117,7 +117,8 @@ PYTHON_MOVES = Refusal(
     errors.PythonStateError,
     "{graph}: {how}",
     expected="Python state that changes nothing, as a count of calls does",
-    advice="keep it in a tensor that is written in place, pass it as an input, or advance it by "
-    "the live rows, current_context().live.num_tokens; for a sliding-window cache use a static "
-    "cache of full length",
+    advice="keep it in a tensor that is written in place (self.count.add_(1); a list that grows: a "
+    "buffer of its largest length, and a tensor for the position), pass it as an input, or advance "
+    "it by the live rows, current_context().live.num_tokens; for a sliding-window cache use a "
+    "static cache of full length",
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import traceback
+import warnings
 from collections.abc import Callable
 from typing import Any, List, Optional  # noqa: UP035 - what an operator's schema takes
 
@@ -372,8 +373,9 @@ def test_an_eager_part_whose_dtype_changes_is_advised_to_return_a_fixed_dtype():
     run = captured(lambda x: part(x) * 2, mode="PIECEWISE", sizes=[3])
     run(x=rows(3))
     doubles.append(True)
-    advice = advice_of(run, x=rows(3))
-    assert advice == "return one dtype at every step: .to(torch.float32)"
+    advice = "return one dtype at every step: .to(torch.float32)"
+    with pytest.warns(errors.GraphQuarantinedWarning, match=re.escape(advice)):
+        assert torch.equal(run(x=rows(3)), rows(3, 2.0))
     part = eager_break(lambda x: (x.double() if doubles else x + 0).to(torch.float32))
     run = captured(lambda x: part(x) * 2, mode="PIECEWISE", sizes=[3])
     doubles.clear()
@@ -397,7 +399,13 @@ def test_an_eager_part_that_sometimes_returns_its_argument_is_advised_to_clone()
 
     run = captured(lambda x: flips(x * 1) * 2, mode="PIECEWISE", sizes=[3])
     assert torch.equal(run(x=rows(3)), rows(3, 2.0))
-    assert "return a fresh tensor always (y.clone()" in advice_of(run, x=rows(3, 4.0))
+    advice = "return a fresh tensor always (y.clone() in place of y)"
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        # A step that is no trial: its result is right too, and it is told once.
+        for value in (4.0, 8.0):
+            assert torch.equal(run(x=rows(3, value)), rows(3, 2.0))
+    assert len(warned) == 1 and advice in str(warned[0].message)
     for part in (clones, limited):
         run = captured(lambda x, part=part: part(x * 1) * 2, mode="PIECEWISE", sizes=[3])
         for value, result in [(1.0, 2.0), (4.0, 2.0), (0.5, 1.0)]:
@@ -492,3 +500,200 @@ def test_strict_given_to_a_plan_is_advised_the_options_of_a_runner():
 def test_opaque_applied_to_a_non_callable_raises():
     with pytest.raises(GraphRTError, match="'function' cannot be called"):
         graphrt.opaque("graphrt_following::none", mutates=[])(None)
+
+
+# State and eager parts --------------------------------------------------------------------------
+
+
+class Appends(torch.nn.Module):
+    """Returns the sum of all it was given, which it keeps in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hist: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.hist.append(x * 1)
+        return torch.stack(self.hist).sum(0)
+
+
+class AppendsAsAdvised(torch.nn.Module):
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.register_buffer("hist", torch.zeros(length, 3, 4))
+        self.register_buffer("at", torch.zeros(1, dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        new = x * 1
+        self.hist.index_copy_(0, self.at, new[None])
+        self.at.add_(1)
+        return self.hist.sum(0)
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_a_list_that_grows_is_advised_a_buffer_and_a_position_that_work(mode):
+    advice = advice_of(captured, Appends(), mode=mode, sizes=[3])
+    for named in (
+        'register_buffer("hist", torch.zeros(length, ...))',
+        'register_buffer("at", torch.zeros(1, dtype=torch.int64))',
+        "self.hist.index_copy_(0, self.at, new[None]) and self.at.add_(1)",
+    ):
+        assert named in advice
+    run, eager = captured(AppendsAsAdvised(8), mode=mode, sizes=[3]), Appends()
+    for value in (1.0, 5.0, 2.0, 7.0):
+        assert torch.equal(run(x=rows(3, value)), eager(rows(3, value)))
+        assert run.last_dispatch.reason is Reason.HIT
+
+
+def test_an_item_that_each_size_fills_once_is_advised_a_call_at_each_size_that_works():
+    class Tables(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tables: dict[int, torch.Tensor] = {}
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if x.shape[0] not in self.tables:
+                self.tables[x.shape[0]] = x * 0 + 3
+            return x * self.tables[x.shape[0]]
+
+    advice = advice_of(captured, Tables())
+    assert "call the forward once at each size before capture()" in advice
+    model = Tables()
+    for size in (2, 4):
+        model(torch.ones(size, 4))
+    run = captured(model)
+    for count in (4, 1, 3):
+        assert torch.equal(run(x=rows(count)), rows(count, 3.0))
+        assert run.last_dispatch.reason is Reason.HIT
+
+
+def test_a_growing_list_of_numbers_is_advised_a_tensor_that_is_written_in_place():
+    class Counts(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[float] = []
+            self.register_buffer("count", torch.zeros(1))
+
+    class InAList(Counts):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.seen.append(1.0)
+            return x * len(self.seen)
+
+    class InATensor(Counts):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.count.add_(1)
+            return x * self.count
+
+    run = captured(InAList(), sizes=[3])
+    with pytest.warns(errors.GraphQuarantinedWarning, match=r"in place \(self\.count\.add_\(1\)"):
+        run(x=rows(3))
+    run = captured(InATensor(), sizes=[3])
+    for call in (1, 2, 3):
+        assert torch.equal(run(x=rows(3)), rows(3, float(call)))
+        assert run.last_dispatch.reason is Reason.HIT
+
+
+def test_a_model_that_takes_no_static_cache_is_advised_with_graphs_which_leaves_it_as_it_was():
+    transformers = pytest.importorskip("transformers")
+    from graphrt.hosts.transformers import graphs_of, with_graphs
+
+    config = transformers.MptConfig(
+        vocab_size=32, d_model=16, n_heads=2, n_layers=1, max_seq_len=64, eos_token_id=None
+    )
+    model = transformers.MptForCausalLM(config).eval()
+    prompt = {"input_ids": torch.tensor([[1, 2, 3]]), "max_new_tokens": 8, "do_sample": False}
+    before = model.generate(**prompt)
+
+    def made(cache: Any) -> GraphRunner:
+        return captured(
+            lambda ids: model(ids[None], past_key_values=cache).logits[0],
+            inputs={"ids": InputSpec(torch.int64, ("tokens",))},
+            outputs=("tokens", 32),
+            sizes=[1],
+        )
+
+    advice = advice_of(made, transformers.DynamicCache(config=config))
+    assert "graphrt.hosts.transformers.with_graphs(model), which says whether" in advice
+    # The first half of the advice is not for this model.
+    cache = transformers.StaticCache(config=config, max_cache_len=32)
+    with torch.no_grad():
+        model(torch.tensor([[1]]), past_key_values=cache)
+    with pytest.raises(errors.CaptureError):
+        made(cache)
+    # The second says so, and what to do, which is nothing.
+    advice = advice_of(with_graphs, model, max_batch=2, max_len=32, strict=True)
+    assert advice.startswith("leave with_graphs() out for this model, which runs as before")
+    assert torch.equal(model.generate(**prompt), before)
+    assert torch.equal(with_graphs(model, max_batch=2, max_len=32).generate(**prompt), before)
+    assert graphs_of(model).report().refused is not None
+    fresh = transformers.MptForCausalLM(config).eval()
+    fresh.load_state_dict(model.state_dict())
+    assert torch.equal(fresh.generate(**prompt), before)
+
+
+TENSORS_ALONE = "return tensors alone, in every branch: x.max() in place of float(x.max())"
+
+
+def test_an_eager_part_that_returns_a_float_is_advised_a_tensor_at_the_capture_and_at_the_step():
+    part = eager_break(lambda x: float(x.max()))
+    with pytest.warns(errors.BreakWarning, match=re.escape(TENSORS_ALONE)) as warned:
+        run = captured(lambda x: x * part(x * 1), mode="PIECEWISE")
+    assert len(warned) == 1  # of two sizes
+    with pytest.warns(errors.GraphQuarantinedWarning, match=re.escape(TENSORS_ALONE)):
+        assert torch.equal(run(x=rows(4, 3.0)), rows(4, 9.0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(run(x=rows(4, 5.0)), rows(4, 25.0))
+        part = eager_break(lambda x: x.max())
+        run = captured(lambda x: x * part(x * 1), mode="PIECEWISE")
+        for value in (3.0, 5.0, 2.0):
+            assert torch.equal(run(x=rows(4, value)), rows(4, value * value))
+            assert run.last_dispatch.reason is Reason.HIT
+
+
+def test_an_eager_part_that_returns_a_flag_is_advised_torch_where():
+    part = eager_break(lambda x: bool(x.max() > 3))
+    forward = lambda x: x * 10 if part(x * 1) else x + 1  # noqa: E731
+    with pytest.warns(errors.BreakWarning, match=r"torch\.where\(flag, a, b\)"):
+        run = captured(forward, mode="PIECEWISE")
+    for value, result in ((1.0, 2.0), (2.0, 3.0)):
+        assert torch.equal(run(x=rows(4, value)), rows(4, result))
+    # The other branch first runs at a served step, which is no trial: its result is right.
+    with pytest.warns(errors.GraphQuarantinedWarning, match=r"torch\.where\(flag, a, b\)"):
+        assert torch.equal(run(x=rows(4, 4.0)), rows(4, 40.0))
+    flag = eager_break(lambda x: x.max() > 3)
+    run = captured(lambda x: torch.where(flag(x * 1), x * 10, x + 1), mode="PIECEWISE")
+    for value, result in ((1.0, 2.0), (4.0, 40.0), (2.0, 3.0)):
+        assert torch.equal(run(x=rows(4, value)), rows(4, result))
+        assert run.last_dispatch.reason is Reason.HIT
+
+
+def test_a_forward_with_a_branch_on_data_is_advised_an_eager_break_of_new_tensors():
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        if x.max() > 3:
+            return x * 10
+        return x + 1
+
+    advice = advice_of(captured, forward, mode="FULL")
+    assert "@eager_break" in advice and "return new tensors, in every branch" in advice
+    run = captured(eager_break(forward), mode="PIECEWISE")
+    for value, result in ((1.0, 2.0), (4.0, 40.0), (2.0, 3.0)):
+        assert torch.equal(run(x=rows(4, value)), rows(4, result))
+
+
+def test_a_step_that_has_written_state_before_its_break_is_not_run_twice():
+    """Its segments would add to the state again: the error is raised, as nothing else is right."""
+    state = torch.zeros(1)
+    part = eager_break(lambda x: bool(x.max() > 3))
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        state.add_(1)
+        return x * 10 if part(x * 1) else x + state
+
+    with pytest.warns(errors.BreakWarning):
+        run = captured(forward, mode="PIECEWISE")
+    for step in (1, 2):
+        assert torch.equal(run(x=rows(4)), rows(4, 1.0 + step))
+    with pytest.raises(errors.BakedScalarError, match=r"torch\.where"):
+        run(x=rows(4, 4.0))
+    assert state.item() == 3

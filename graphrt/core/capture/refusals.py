@@ -122,8 +122,12 @@ def note_place(error: _ERROR, graph: str, phase: str = "") -> _ERROR:
     if not any(text.startswith(begin) for text in getattr(error, "__notes__", ())):
         at = ""
         if getattr(error, "source", None) is None:
-            late = LATE if isinstance(error, torch.AcceleratorError) else None
-            at = f"\n  at: {late or source_of(error) or 'no line of the forward is known'}"
+            late = isinstance(error, torch.AcceleratorError)
+            place: object = LATE if late else source_of(error)
+            # Other findings of graphrt's own name their line in their text, if they have one.
+            if isinstance(error, errors.CaptureError) or not isinstance(error, errors.GraphRTError):
+                place = place or "no line of the forward is known"
+            at = f"\n  at: {place}" if place else ""
         note(error, f"{begin}{graph}{phase}{at}")
     return error
 
