@@ -104,7 +104,7 @@ ROWS_MIXED = Refusal(
     advice="let each row depend on its own request only: mask the padding rows, take the last "
     "token of each request by an index input, address padding by a row that is nobody's "
     "(InputSpec(index=True, pad=...)), call eval() on a model whose BatchNorm still trains; where "
-    "rows are mixed by design, Host(mixes_rows=True) says so",
+    "results may depend on padding by design, Host(mixes_rows=True) says so",
 )
 PADDING_ON_LIVE_ROW = Refusal(
     errors.RowsMixedError,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import sys
 import traceback
 import warnings
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from graphrt import (
     Reason,
     State,
     UpdatableTask,
+    current_context,
     eager_break,
     errors,
     forward_context,
@@ -697,3 +699,236 @@ def test_a_step_that_has_written_state_before_its_break_is_not_run_twice():
     with pytest.raises(errors.BakedScalarError, match=r"torch\.where"):
         run(x=rows(4, 4.0))
     assert state.item() == 3
+
+
+# Advice of errors and of docs/troubleshooting.md, as it is told ---------------------------------
+
+
+def replayed(
+    forward: Callable[..., Any], expected: Callable[[torch.Tensor], Any], **options: Any
+) -> None:
+    """Follow: every step of this forward is a replay, and right."""
+    run = captured(forward, **{"sizes": [4], **options})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for value in (1.0, 5.0, 2.0):
+            x = rows(4, value)
+            assert torch.equal(run(x=x.clone()), expected(x))
+            assert run.last_dispatch is not None and run.last_dispatch.reason is Reason.HIT
+
+
+class Scaled(torch.nn.Module):
+    """A Python number that its host changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+def test_a_changed_number_given_a_variant_that_bind_sets_is_served_by_graphs():
+    model = Scaled()
+    scales = {"plain": 1.0, "double": 2.0}
+
+    def bind(buffers: Any, descriptor: BatchDescriptor, phase: str) -> None:
+        model.scale = scales[descriptor.variant]
+
+    run = captured(model, sizes=[4], variants=list(scales), host=Host(bind=bind))
+    for variant in ("plain", "double", "plain", "double"):
+        out = run(Batch(4, 4, 1, variant=variant), x=rows(4))
+        assert torch.equal(out, rows(4, scales[variant]))
+        assert run.last_dispatch.reason is Reason.HIT
+
+
+def test_a_changed_number_passed_as_an_input_is_served_by_a_graph():
+    inputs = {"x": X, "scale": InputSpec(torch.float32, (1,))}
+    run = captured(lambda x, scale: x * scale, sizes=[4], inputs=inputs)
+    for scale in (1.0, 2.0, 3.0):
+        assert torch.equal(run(x=rows(4), scale=torch.tensor([scale])), rows(4, scale))
+        assert run.last_dispatch.reason is Reason.HIT
+
+
+def test_a_tensor_of_a_changed_number_is_advised_fill_of_a_kept_tensor():
+    model = Scaled()
+    run = captured(lambda x: x * torch.tensor([model.scale]), sizes=[4])
+    run(x=rows(4))
+    model.scale = 2.0
+    with pytest.warns(errors.GraphQuarantinedWarning, match=r"write it in place \(fill_, copy_\)"):
+        assert torch.equal(run(x=rows(4)), rows(4, 2.0))
+    kept = torch.ones(1)
+    run = captured(lambda x: x * kept, sizes=[4])
+    for scale in (1.0, 2.0, 3.0):
+        kept.fill_(scale)
+        assert torch.equal(run(x=rows(4)), rows(4, scale))
+        assert run.last_dispatch.reason is Reason.HIT
+
+
+def test_a_seeded_generator_is_advised_an_eager_break_that_seeds_and_draws():
+    generator = torch.Generator()
+
+    def noise(x: torch.Tensor) -> torch.Tensor:
+        generator.manual_seed(3)
+        return torch.rand(4, generator=generator)
+
+    run = captured(lambda x: x + noise(x), sizes=[4])
+    with pytest.warns(errors.GraphQuarantinedWarning, match="or seed and draw in an eager break"):
+        run(x=rows(4))
+    drawn = noise(rows(1))
+    part = eager_break(noise)
+    replayed(lambda x: x + part(x * 1), lambda x: x + drawn, mode="PIECEWISE")
+
+
+def test_a_transform_around_an_eager_part_is_advised_a_mark_on_its_caller():
+    part = eager_break(lambda row: row * 2)
+    advice = advice_of(captured, lambda x: torch.vmap(part)(x * 1), mode="PIECEWISE")
+    assert advice == "mark the function that calls torch.vmap @eager_break"
+    whole = eager_break(lambda x: torch.vmap(lambda row: row * 2)(x))
+    replayed(lambda x: whole(x * 1) + 0, lambda x: x * 2, mode="PIECEWISE")
+
+
+def test_a_tensor_that_an_eager_part_reads_by_an_attribute_is_advised_as_an_argument():
+    class Hidden(torch.nn.Module):
+        query: torch.Tensor
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.query = x * 2
+            return eager_break(lambda y: y + self.query)(x * 1) + 0
+
+    advice = advice_of(captured, Hidden(), mode="PIECEWISE")
+    assert advice == "pass it as an argument of the eager part"
+    part = eager_break(lambda y, query: y + query)
+    replayed(lambda x: part(x * 1, x * 2) + 0, lambda x: x * 3, mode="PIECEWISE")
+
+
+@pytest.mark.parametrize("how", ["return it", "make it once"])
+def test_a_tensor_that_an_eager_part_leaves_in_an_attribute_is_advised_two_ways(how):
+    class Leaves(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.key = torch.zeros(4, 4)
+
+        def part(self, y: torch.Tensor) -> torch.Tensor:
+            self.key = y * 3
+            return y * 1
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return eager_break(self.part)(x * 1) + self.key
+
+    advice = advice_of(captured, Leaves(), mode="PIECEWISE")
+    assert "return it from the eager part" in advice and "write into it (copy_, out=)" in advice
+    if how == "return it":
+        part = eager_break(lambda y: (y * 1, y * 3))
+        replayed(lambda x: sum(part(x * 1)), lambda x: x * 4, mode="PIECEWISE")
+        return
+    key = torch.zeros(4, 4)
+
+    def writes(y: torch.Tensor) -> torch.Tensor:
+        key[: len(y)].copy_(y * 3)
+        return y * 1
+
+    part = eager_break(writes)
+    replayed(lambda x: part(x * 1) + key[: len(x)], lambda x: x * 4, mode="PIECEWISE")
+
+
+def test_a_setting_around_an_eager_part_is_advised_to_be_entered_inside():
+    math = torch.nn.attention.SDPBackend.MATH
+
+    def around(x: torch.Tensor) -> torch.Tensor:
+        with torch.nn.attention.sdpa_kernel(math):
+            return eager_break(lambda y: y * 2)(x * 1) + 0
+
+    assert advice_of(captured, around, mode="PIECEWISE").startswith("enter it inside of the eager")
+
+    @eager_break
+    def inside(y: torch.Tensor) -> torch.Tensor:
+        with torch.nn.attention.sdpa_kernel(math):
+            return y * 2
+
+    replayed(lambda x: inside(x * 1) + 0, lambda x: x * 2, mode="PIECEWISE")
+
+
+def test_a_mean_over_rows_is_advised_a_mask_that_works():
+    run = captured(lambda x: x - x.mean(0), sizes=[4])
+    x = torch.arange(12.0).view(3, 4)
+    with pytest.warns(errors.GraphQuarantinedWarning, match="mask the padding rows"):
+        run(x=x)
+    inputs = {"x": X, "mask": InputSpec(torch.float32, ("tokens", 1), pad=0)}
+    run = captured(lambda x, mask: x - (x * mask).sum(0) / mask.sum(0), sizes=[4], inputs=inputs)
+    for count in (3, 4, 2):
+        x = torch.arange(4.0 * count).view(count, 4)
+        assert torch.allclose(run(x=x, mask=torch.ones(count, 1)), x - x.mean(0))
+        assert run.last_dispatch.reason is Reason.HIT
+
+
+def test_metadata_read_in_a_graph_is_advised_an_eager_break_and_a_bound_that_work():
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        metadata = current_context().metadata
+        return x * (1.0 if metadata is None else metadata["scale"])
+
+    advice = advice_of(captured, scaled)
+    assert "in an eager break (under PIECEWISE), where it is None in warm-ups" in advice
+    part = eager_break(scaled)
+    run = captured(lambda x: part(x * 1) + 0, mode="PIECEWISE", sizes=[4])
+    for scale in (1.0, 3.0, 2.0):
+        assert torch.equal(run(x=rows(4), metadata={"scale": scale}), rows(4, scale))
+        assert run.last_dispatch.reason is Reason.HIT
+    assert "Host(metadata=...)" in advice
+    bound = Host(metadata=lambda descriptor: {"scale": 5.0})
+    replayed(scaled, lambda x: x * 5, host=bound)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="no notes; the log has them")
+def test_an_eager_part_without_metadata_in_a_warm_up_is_told_so():
+    part = eager_break(lambda x: x * current_context().metadata["scale"])
+    with pytest.raises(TypeError) as caught:
+        captured(lambda x: part(x * 1), mode="PIECEWISE")
+    assert any("current_context().metadata is None" in note for note in caught.value.__notes__)
+
+
+def test_a_sparse_result_is_advised_to_dense_in_an_eager_break():
+    advice = advice_of(captured, lambda x: (x * 1).to_sparse(), outputs=None)
+    assert advice.startswith("return to_dense() of it, from an @eager_break if the device cannot")
+    part = eager_break(lambda y: y.to_sparse().to_dense())
+    replayed(lambda x: part(x * 1), lambda x: x, mode="PIECEWISE")
+
+
+@pytest.mark.parametrize("how", ["returned", "copied", "left by an eager part"])
+def test_a_tensor_left_in_python_is_advised_three_ways(how):
+    class Leaves(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last = torch.zeros(4, 4)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            self.last = x * 2
+            return x + 1
+
+    class Copies(Leaves):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.last[: len(x)].copy_(x * 2)
+            return x + 1
+
+    class Keeps(Leaves):
+        def keep(self, value: torch.Tensor) -> None:
+            self.last = value.clone()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            eager_break(self.keep)(x * 2)
+            return x + 1
+
+    with pytest.warns(errors.StaleTensorWarning, match="return them, copy_") as warned:
+        captured(Leaves(), sizes=[4])
+    assert "leave clones of them in an @eager_break" in str(warned[0].message)
+    if how == "returned":
+        run = captured(lambda x: (x + 1, x * 2), sizes=[4], outputs=None)
+        for value in (1.0, 3.0):
+            assert torch.equal(run(x=rows(4, value))[1], rows(4, value * 2))
+        return
+    model = Copies() if how == "copied" else Keeps()
+    run = captured(model, sizes=[4], mode="FULL" if how == "copied" else "PIECEWISE")
+    for value in (1.0, 3.0, 2.0):
+        assert torch.equal(run(x=rows(4, value)), rows(4, value + 1))
+        assert torch.equal(model.last, rows(4, value * 2))
+        assert run.last_dispatch.reason is Reason.HIT

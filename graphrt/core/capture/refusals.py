@@ -221,15 +221,17 @@ METADATA = Refusal(
     errors.FrozenMetadataError,
     "the forward read a step's metadata while it was being captured: every replay would have what "
     "this step says",
-    advice="read it in an eager break (under PIECEWISE), pass it as an input or as a host argument "
-    "of a task; or, if one value is right for every step of a graph, such as the longest context, "
+    advice="read it in an eager break (under PIECEWISE), where it is None in warm-ups and "
+    "captures; pass it as an input or as a host argument of a task; or, if one value is right for "
+    "every step of a graph, such as the longest context, "
     "declare it with Host(metadata=...)",
 )
 NOT_STRIDED = Refusal(
     errors.OutputError,
     "{what} returns a tensor that has no strided memory of its own",
     expected="a strided tensor",
-    advice="return to_dense(), or the parts of it",
+    advice="return to_dense() of it, from an @eager_break if the device cannot capture the "
+    "operator; or return the parts of it",
     has_line=False,
 )
 

@@ -336,7 +336,11 @@ def check_tensor(path: str, tensor: torch.Tensor) -> None:
     got = kind.__qualname__
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         got = "nested" if tensor.is_nested else f"{tensor.layout}, {tensor.dtype}"
-        what, advice = "that has no strided memory of its own", "return to_dense(), or its parts"
+        what = "that has no strided memory of its own"
+        advice = (
+            "return to_dense() of it, from an @eager_break if the device cannot capture the "
+            "operator"
+        )
     elif tensor.device.type == "meta":
         got, what = "device meta", "that has no values"
         advice = "leave it out, or return its shape"

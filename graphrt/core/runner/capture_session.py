@@ -382,7 +382,7 @@ class RunnerCapture:
     def _warm_up(self, graph: graph_table.PreparedStep) -> GraphWork | None:
         """Run the forward as often as the options say; returns the work that the last run issued
         where the device asks for it."""
-        work = None
+        work, host = None, self._setup.host
         try:
             for _ in range(self._setup.options.warmups):
                 count = self._streams.counter(graph)
@@ -403,7 +403,13 @@ class RunnerCapture:
                     raise refusals.NESTED_PADDING(source=refusals.source_of(error)) from error
                 specs = self._setup.inputs.declared.specs.items()
                 pads = ", ".join(f"{name}={spec.pad_value}" for name, spec in specs)
-                note(error, f"in a warm-up, where every row is padding ({pads}; InputSpec(pad=))")
+                # An eager part that asks it for a value raises that None has none.
+                no_metadata = host.metadata is None and "NoneType" in str(error)
+                more = ", and current_context().metadata is None" if no_metadata else ""
+                note(
+                    error,
+                    f"in a warm-up, where all rows are padding ({pads}; InputSpec(pad=)){more}",
+                )
             raise
         return work
 
