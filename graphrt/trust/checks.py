@@ -310,7 +310,7 @@ class Glances(Looks):
         if not changed:
             return None
         return errors.VerificationError(
-            "a setting is not what it was when the graphs were captured",
+            "a setting of torch has changed since the graphs were captured",
             got="; ".join(changed),
             expected="the settings of the first capture, for all graphs and steps of a runner",
             advice="capture and step under the same settings, or recapture(); gradients: step "

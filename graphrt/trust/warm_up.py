@@ -475,8 +475,8 @@ class _Moves:
         self.note_left(tensors)
         if self._left_paths:
             error = PythonStateError(
-                "the forward leaves tensors of its graphs in Python: no replay makes new ones, and "
-                "steps write in their memory",
+                "the forward keeps a tensor of its graph in Python: replays put no new one there, "
+                "and later steps write over its memory",
                 got=listed(self._left_paths),
                 expected="results that are returned, or written in place",
                 advice="return them, copy_() them into a tensor that is there before capture(), or "

@@ -592,7 +592,7 @@ def check_break(name: str) -> None:
     functional = {each for each in overloads if not each.endswith("out")} or overloads.keys()
     if any(overloads[each] for each in functional):
         raise InvalidOptionError(
-            "a composite operator is taken apart before it can be seen, so it cannot be a break",
+            "torch takes a composite operator apart before a capture sees it: it can be no break",
             got=shown(name),
             expected="an operator with a kernel of its own",
             advice="mark the function that calls it @eager_break, or name what it is made of",

@@ -219,8 +219,8 @@ MODE_STILL_ACTIVE = Refusal(
 )
 METADATA = Refusal(
     errors.FrozenMetadataError,
-    "the forward read a step's metadata while it was being captured: every replay would have what "
-    "this step says",
+    "the forward read a step's metadata while it was being captured: every replay would use the "
+    "value of this step",
     advice="read it in an eager break (under PIECEWISE), where it is None in warm-ups and "
     "captures; pass it as an input or as a host argument of a task; or, if one value is right for "
     "every step of a graph, such as the longest context, "
@@ -247,15 +247,15 @@ NESTED_PADDING = Refusal(
 )
 RESHAPED_ARGUMENT = Refusal(
     errors.RefusedOpError,
-    "the forward gives a tensor of its caller, or of an eager part, another shape or other memory, "
-    "which no replay repeats",
+    "the forward changes the shape or the memory of its argument, or of an eager part's, in place: "
+    "no replay repeats that",
     advice="change a view of it: x.unsqueeze(0), x.view(...)",
     has_line=False,
 )
 HOST_ARGUMENT = Refusal(
     errors.RefusedOpError,
-    "an argument lies on the host: every replay would have its numbers of the capture, and none "
-    "would write it",
+    "an argument is a tensor on the host: every replay would use its numbers of the capture, and "
+    "none would write it",
     advice="give the forward a tensor of the device; or, with a descriptor (variant=) for each of "
     'its values, a Python number or GraphOptions(host_arguments="bake")',
 )
@@ -317,8 +317,8 @@ SIDE_DOOR = Refusal(
 )
 WRITTEN_COPY = Refusal(
     errors.BreakError,
-    "what eager break {part} returned is written, and it is memory that others hold too, or that "
-    "it returned twice: the write would reach a copy alone",
+    "the forward writes into a result of eager break {part}, which others hold too, or which it "
+    "returned twice: graphs have a copy of it, and the write would reach that alone",
     expected="a fresh tensor, or memory that is written where it is",
     advice="return a clone() from the eager part, or write into the tensor itself",
 )

@@ -86,8 +86,8 @@ class EagerPart:
                 self._deliver_tensor(path, before, now)
             elif type(before) is not type(now) or not _is_same_value(before, now):
                 raise errors.BakedScalarError(
-                    f"{self} returned another value than at its capture, and graphs keep that one"
-                    f"{', at ' + path if path else ''}",
+                    f"{self} returned another value than at its capture"
+                    f"{', at ' + path if path else ''}: its graph keeps that one",
                     got=told(now),
                     expected=f"{told(before)}, as at the capture",
                     advice=TENSORS_ALONE,
@@ -116,7 +116,7 @@ class EagerPart:
             return
         if path in self.aliased and recorded.numel():
             raise errors.BreakError(
-                f"{self} returned a new tensor, and at its capture its argument"
+                f"{self} returned a new tensor; at the capture it returned its argument"
                 f"{', at ' + path if path else ''}",
                 got="a new tensor",
                 expected="its argument, or a view of it, as at the capture",

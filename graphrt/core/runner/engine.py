@@ -245,7 +245,7 @@ class StepEngine:
             or batch.num_tokens > prepared.descriptor.num_tokens
         ):
             raise errors.InvalidBatchError(
-                "there is no graph whose padding the step could have",
+                "run_padded_eagerly() needs the dispatch of a captured graph",
                 got=f"{batch} and {dispatch}",
                 expected="a dispatch with Reason.HIT of this batch, by a graph that is captured",
                 advice="capture() first; dispatch = runner.dispatcher.dispatch(batch), and call "
