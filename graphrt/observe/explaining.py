@@ -28,6 +28,7 @@ import torch
 
 from graphrt._runner import GraphRunner
 from graphrt.core.base.errors import (
+    BreakWarning,
     CaptureError,
     GraphQuarantinedWarning,
     GraphRTError,
@@ -169,7 +170,9 @@ def explain(
 
 def _refusal_of(runner: GraphRunner[Any]) -> CaptureError | None:
     try:
-        with torch.no_grad():
+        with torch.no_grad(), warnings.catch_warnings():
+            # The trial after it tells whether the number stays.
+            warnings.simplefilter("ignore", BreakWarning)
             runner.capture()
     except CaptureError as error:
         return error

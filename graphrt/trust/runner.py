@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import errors
+from graphrt.core.base import errors, tree
 from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base.thread_mode import set_for_capture
 from graphrt.core.batch.descriptor import BatchDescriptor, example_of
@@ -87,13 +87,24 @@ class RunnerChecks(Checks):
         try:
             runs = StepRuns(executor, step, self.padding)
             verdict = self._try(runs)
-        except errors.StateTooLargeError as error:
-            return self.cannot_try(dispatch.slot, error)
+        except (errors.StateTooLargeError, MemoryError, torch.OutOfMemoryError) as error:
+            return self.cannot_try(dispatch.slot, error, agreed=step.agreed)
         if verdict.failure is not None:
             dispatcher = executor.graphs.dispatcher
             dispatch = dispatcher.run_eagerly(dispatch, step.batch, Reason.QUARANTINED)
         self._note(runs, verdict, differing)
         return dispatch, verdict.outputs
+
+    def may_repeat(self, executor: StepExecutor, step: Step, error: errors.BreakError) -> bool:
+        # The segments before that part have run: what they wrote would be written twice, and inputs
+        # in the pool may be overwritten. Other ranks do not run again.
+        warm, pool = self.warmed_up.get(step.dispatch.descriptor.kind), executor.pool
+        if warm is None or warm.writes or self.in_ranks(step.agreed):
+            return False
+        if self.strict or any(map(pool._owns, tree.tensors(step.values))):
+            return False
+        self.failed(step.dispatch.slot, error)
+        return True
 
     def run_eagerly(self, executor: StepExecutor, step: Step) -> Any:
         # Before the run too, or the host's changes would be taken for those of the run.

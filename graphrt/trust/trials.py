@@ -265,10 +265,9 @@ class WrapperTrials:
             return False
         if not checks.wants_trial(slot, None):
             return True
-        step = WrapperStep(wrapper, entry, context, args, kwargs)
         try:
-            self._try(step, dispatch)
-        except StateTooLargeError as error:
+            self._try(WrapperStep(wrapper, entry, context, args, kwargs), dispatch)
+        except (StateTooLargeError, MemoryError, torch.OutOfMemoryError) as error:
             checks.cannot_try(slot, error)
         return checks.records[slot].failure is None
 

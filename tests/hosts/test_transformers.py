@@ -900,8 +900,8 @@ RIGHT = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]])
         ((torch.ones(2, 6),), "(rows, length)"),
         ((ONES, torch.ones(2, 8, dtype=torch.int64)), "shape of the prompts"),
         ((ONES, [[1] * 6] * 2), "shape of the prompts"),
-        ((ONES, RIGHT), "padded on the left"),
-        ((ONES, (1.0 - RIGHT.flip(1)) * -1e9), "padded on the left"),
+        ((ONES, RIGHT), "not on the left"),
+        ((ONES, (1.0 - RIGHT.flip(1)) * -1e9), "not on the left"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

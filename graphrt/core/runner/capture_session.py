@@ -235,12 +235,21 @@ class RunnerCapture:
             if uncompiled:
                 # At the largest size, where no graph is planned.
                 rows = BatchDescriptor(setup.inputs.tokens, setup.inputs.reqs)
-                self._run(graph_table.PreparedStep(graphs, *(keys or [(GraphMode.NONE, rows)])[0]))
+                key = (keys or [(GraphMode.NONE, rows)])[0]
+                self._compile(graph_table.PreparedStep(graphs, *key))
             if not graphs.records:
                 graphs.named.record()
             if keys:
                 freeze_garbage(undo, self)
                 self._capture(keys, progress, more=more)
+
+    def _compile(self, graph: graph_table.PreparedStep) -> None:
+        """Run the forward once, which compiles its modules."""
+        try:
+            self._run(graph)
+        except BaseException as error:
+            refusals.note_place(error, str(graph))
+            raise
 
     def _capture(
         self, keys: Sequence[CaptureKey], progress: Progress | None, *, more: bool
@@ -274,7 +283,7 @@ class RunnerCapture:
             dropped = graph_table.DroppedGraph(graph.mode, graph.descriptor, str(error))
             self._graphs.left_out[graph.slot] = dropped
         except BaseException as error:
-            note(error, f"while capturing {graph}")
+            refusals.note_place(error, str(graph))
             raise
 
     @undoing
@@ -334,7 +343,7 @@ class RunnerCapture:
     def _warm_up(self, graph: graph_table.PreparedStep) -> GraphWork | None:
         """Run the forward as often as the options say; returns the work that the last run issued
         where the device asks for it."""
-        work = None
+        work, host = None, self._setup.host
         try:
             for _ in range(self._setup.options.warmups):
                 count = self._streams.counter(graph)
@@ -346,7 +355,7 @@ class RunnerCapture:
                 explained = self._setup.pool.platform.explain(error)
                 if isinstance(explained, errors.ResourceExhaustedError):
                     try:
-                        raise explained from error
+                        raise explained.at(refusals.source_of(error)) from error
                     finally:
                         # Else the error and this frame keep each other, and the memory of the run:
                         # smaller graphs would find no room either, as no garbage is collected.
@@ -355,7 +364,13 @@ class RunnerCapture:
                     raise refusals.NESTED_PADDING(source=refusals.source_of(error)) from error
                 specs = self._setup.inputs.declared.specs.items()
                 pads = ", ".join(f"{name}={spec.pad_value}" for name, spec in specs)
-                note(error, f"in a warm-up, where every row is padding ({pads}; InputSpec(pad=))")
+                # An eager part that asks it for a value raises that None has none.
+                no_metadata = host.metadata is None and "NoneType" in str(error)
+                more = ", and current_context().metadata is None" if no_metadata else ""
+                note(
+                    error,
+                    f"in a warm-up, where all rows are padding ({pads}; InputSpec(pad=)){more}",
+                )
             raise
         return work
 

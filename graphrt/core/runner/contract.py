@@ -168,6 +168,11 @@ class StepChecks:
         reason to run it eagerly if it cannot be tried. With `strict` raises a failure."""
         return None
 
+    def may_repeat(self, executor: Any, step: Step, error: errors.BreakError) -> bool:
+        """Whether a step that has ended half way, as an eager part returned what its graph cannot
+        read, may run again, eagerly. Then its graph is replayed no more."""
+        return False
+
     def run_eagerly(self, executor: Any, step: Step) -> Any:
         """Run a step eagerly on its live rows."""
         return executor.run_unpadded(step)

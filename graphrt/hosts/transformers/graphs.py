@@ -420,7 +420,7 @@ def _checked_mask(tokens: torch.Tensor, mask: torch.Tensor | None) -> torch.Tens
     wrong = is_binary.logical_not().logical_or(mask[:, -1].eq(0)).tolist()
     if any(wrong):
         raise InvalidInputError(
-            "attention_mask is not one of prompts that are padded on the left",
+            "attention_mask has padding that is not on the left",
             got=f"row {wrong.index(True)}: {shown(mask[wrong.index(True)].tolist())}",
             expected="0 for padding, and then 1 up to the last token",
             advice='padding_side="left" of the tokenizer',
