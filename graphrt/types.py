@@ -18,6 +18,8 @@ from graphrt.core.replay.pool import HoldsGraphs, OnCapture
 from graphrt.core.replay.tasks import HostValues, Updates
 from graphrt.core.runner.capture_session import CaptureProgress, Progress
 from graphrt.core.runner.findings import (
+    Change,
+    Look,
     TensorUse,
     TrialRecord,
     TrustReport,
@@ -36,12 +38,14 @@ __all__ = [
     "CallChecks",
     "CaptureProgress",
     "CaptureSizes",
+    "Change",
     "DroppedGraph",
     "Entry",
     "GraphRecord",
     "HoldsGraphs",
     "HostValues",
     "LeftOut",
+    "Look",
     "MakeExample",
     "Mode",
     "ModeResolution",

@@ -17,7 +17,7 @@ from graphrt.core.dispatch.reasons import Dispatch, Reason
 from graphrt.core.inputs.buffers import reqs_of
 from graphrt.core.runner.contract import Step
 from graphrt.core.runner.executor import StepExecutor
-from graphrt.core.runner.findings import TrialRecord, TrustReport, UnknownMemory
+from graphrt.core.runner.findings import Look, TrialRecord, TrustReport, UnknownMemory
 from graphrt.core.runner.graph_table import GraphTable
 from graphrt.core.runner.host import Example, MakeExample
 from graphrt.core.runner.setup import RunnerSetup
@@ -212,6 +212,18 @@ class RunnerChecks(Checks):
         self.reads.check(graphs.named, graphs.entries(), graphs.own_tensors())
         self.look_at_host()
         self.note_unread(unread)
+
+    def look(self) -> Look:
+        if not self.on:
+            return super().look()
+        if self.picture is None:
+            raise errors.VerificationError(
+                "look() compares with a capture",
+                got="no graphs",
+                expected="captured graphs",
+                advice="capture() first",
+            )
+        return self.picture.look()
 
     def report(self, graphs: GraphTable, *, quick: bool) -> TrustReport:
         published = {graph.slot for graph in graphs.dispatcher.published}

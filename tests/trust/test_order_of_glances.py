@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from graphrt import GraphRunner, InputSpec, Reason
-from graphrt.trust.places.slots import ELEMENT, ITEM, Place, ring_of
+from graphrt.trust.glances import ring_of
+from graphrt.trust.places.slots import ELEMENT, ITEM, Place
 
 WIDTH = 4
 

@@ -28,7 +28,7 @@ from graphrt.core.capture.generators import Generators
 from graphrt.core.capture.refusals import Source
 from graphrt.core.capture.state import saved
 from graphrt.core.dispatch.reasons import Dispatch, Reason
-from graphrt.core.runner.findings import TrustReport
+from graphrt.core.runner.findings import Look, TrustReport
 from graphrt.core.runner.host import MakeExample
 from graphrt.core.runner.setup import RunnerSetup
 from graphrt.core.runner.weights import NamedWeights, refuse_moved
@@ -219,6 +219,16 @@ class StepChecks:
 
     def set_aside(self, failure: Exception) -> None:
         """Let all batches run eagerly; the caller raises `failure` itself."""
+
+    def look(self) -> Look:
+        """What has changed in Python since the last capture. Raises `InvalidOptionError` where
+        steps are not checked."""
+        raise errors.InvalidOptionError(
+            "look() compares with what checks have noted at the capture",
+            got='check="off"',
+            expected='check="capture", or a higher level',
+            advice="GraphOptions(check=), and GRAPHRT_CHECK unset",
+        )
 
     def report(self, graphs: Any, *, quick: bool) -> TrustReport:
         """What is known of whether the graphs equal their forward. A `quick` report makes no walk:

@@ -4,7 +4,7 @@ Encoders, embedders and classifiers of texts (BERT) and pictures (ViT, CLIP's to
 `forward` is replaced: a call that graphs serve is replayed, and others go on to the model's own
 forward, with a reason in the log and in `report()`.
 
-A change of the model is found within some calls: each looks at a part of its modules.
+A change of the model is found within some calls: not each of them looks at it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from graphrt.hosts.transformers.buckets import Buckets, check_encoder, masks_of
 from graphrt.hosts.transformers.reports import ModelReport
 from graphrt.hosts.transformers.seam import NO_GRAPHS, Seam
 
-_LOOKED_AT = 16
-"""Modules that a call looks at."""
+_MODULES_A_CALL = 16
+"""One call looks at the model for each so many of its modules: a look takes some 2 us a module."""
 
 _OF_MODELS = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """A model that expects a mask of other dimensions, or none, raises one of these."""
@@ -54,6 +54,8 @@ class EncoderGraphs(Seam):
         self.max_batch, self.lengths = max_batch, lengths
         self.buckets: Buckets | None = None
         self._sizes, self._options = sizes, options
+        self._calls = 0
+        self._look_every = 1 + len([*model.modules()]) // _MODULES_A_CALL
         self._names = list(inspect.signature(self._forward).parameters)
 
     def _methods(self) -> dict[str, Callable[..., Any]]:
@@ -112,10 +114,9 @@ class EncoderGraphs(Seam):
         buckets = self.buckets
         if buckets is None:
             return NO_GRAPHS, 0
-        if self._captured is not None:
-            # After a change all modules are looked at: the next part alone may have none.
-            was_changed = self._changed is not None
-            self._changed = self._captured.first_change(None if was_changed else _LOOKED_AT)
+        self._calls += 1
+        if self._changed is not None or self._calls % self._look_every == 0:
+            self._look_at_model()
         main = call.get(self.model.main_input_name)
         reason = self._why_other_model() or _why_other_inputs(call, buckets, main)
         if reason is not None:
