@@ -14,8 +14,9 @@ changes one of them, such as the scale of an adapter, would get the replays of b
 
 CPython tells of dicts alone, from 3.12 on. Lists, cells of closures, `__slots__`, other memory of a
 tensor, an object's class and a replaced `__dict__` are compared by glances, a few at each step, and
-without a watcher so is everything: see glances.py. What is in NumPy arrays and in C only `take`
-sees; without a watcher also attributes that a host adds to a class.
+without a watcher so is everything: see glances.py. Only `take` sees what is in small
+arrays of NumPy's and, without a watcher, attributes that a host adds to a class. What is in C is
+not seen at all.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ import torch
 
 from graphrt.core.base import tree
 from graphrt.core.base.option_values import told as short
+from graphrt.core.base.torch_names import global_hooks
 from graphrt.core.runner.findings import Change, Look
 from graphrt.trust.places import slots
 from graphrt.trust.places.slots import KEYS, MISSING, Place, call, same_value
@@ -32,6 +33,7 @@ from graphrt.trust.places.walk import Kind, Places, places_of, shape_of, where_i
 _TABLES = {id(way) for way in (slots.ITEM, slots.ELEMENT, slots.CLASS_ATTRIBUTE, slots.TUPLE_ITEM)}
 """Ways of places of which one container has many."""
 _ALL = slice(None)
+_CODE = (Kind.FUNCTION, Kind.BOUND, Kind.DESCRIPTOR, Kind.PARTIAL)
 _DEEPEST = 4
 """Levels of a new container that are compared with those of an old one."""
 _MOST_BAKED_BYTES = 1 << 16
@@ -234,13 +236,44 @@ class SameModel:
         now = picture.take()
         if picture.are_same(was, now):
             return Look()
-        counted = [each for each in picture.changes(was, now) if not self._is_unread(*each)]
+        counted = [
+            each
+            for each in picture.changes(was, now)
+            if not (self._is_unread(*each) or is_in_hook(each[0]))
+            and (is_code(*each[1:]) or not is_of_all(each[0]))
+        ]
         changes = [each for each in counted if not equal(*each[1:])]
         if counted and not changes:
             self._take()
         elif not changes:
             self._was = now
         return _look_of(changes)
+
+
+def is_of_all(place: Place) -> bool:
+    """Whether a place is in a class or a global, where libraries keep what each call may add to: of
+    these an adapter counts code alone, and the runner below it tries the rest."""
+    at: Place | None = place
+    while at is not None:
+        is_global = at.label.startswith("global ") and at.label not in global_hooks
+        if is_global or at.way is slots.CLASS_ATTRIBUTE:
+            return True
+        at = at.owner
+    return False
+
+
+def is_in_hook(place: Place) -> bool:
+    """Whether only a hook's own code leads to a place: hooks of a model itself run around its
+    graphs, and adapters refuse those inside of it."""
+    at = place.owner
+    while at is not None and not at.label.startswith(("._forward_hooks[", "._forward_pre_hooks[")):
+        at = at.owner
+    return at is not None
+
+
+def is_code(*values: Any) -> bool:
+    """Whether one of the values is a function, or what makes a method."""
+    return any(shape_of(type(each)).kind in _CODE for each in values)
 
 
 def equal(one: Any, other: Any, depth: int = _DEEPEST) -> bool:

@@ -7,9 +7,10 @@ weight's place. What is read is known from two sources:
 - Tensors that watched warm-ups have used: `note` keeps their memory. `settle` walks through the
   Python objects of the forward (places/) and finds where it has them.
 
-`check` compares both with now. `glances` are for steps: each compares a few places, and one tensor. What a host changes in Python is told by `host` (host_watch.py). Nothing is known of reads
-of code that torch shows no operators of, unless a node of a graph points to memory that the
-forward holds (`keep_touched`).
+`check` compares both with now. `glances` are for steps: each compares a few places, and one tensor.
+What a host changes in Python is told by `host` (host_watch.py). Nothing is known of reads of code
+that torch shows no operators of, unless a node of a graph points to memory that the forward holds
+(`keep_touched`).
 """
 
 from __future__ import annotations

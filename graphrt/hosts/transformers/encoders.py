@@ -4,7 +4,7 @@ Encoders, embedders and classifiers of texts (BERT) and pictures (ViT, CLIP's to
 `forward` is replaced: a call that graphs serve is replayed, and others go on to the model's own
 forward, with a reason in the log and in `report()`.
 
-A change of the model is found within some calls: not each of them looks at it.
+Each call looks at the model: a change is found at once.
 """
 
 from __future__ import annotations
@@ -22,9 +22,6 @@ from graphrt.errors import CaptureError, GraphRTError, ResourceExhaustedError, V
 from graphrt.hosts.transformers.buckets import Buckets, check_encoder, masks_of
 from graphrt.hosts.transformers.reports import ModelReport
 from graphrt.hosts.transformers.seam import NO_GRAPHS, Seam
-
-_MODULES_A_CALL = 16
-"""One call looks at the model for each so many of its modules: a look takes some 2 us a module."""
 
 _OF_MODELS = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """A model that expects a mask of other dimensions, or none, raises one of these."""
@@ -54,8 +51,6 @@ class EncoderGraphs(Seam):
         self.max_batch, self.lengths = max_batch, lengths
         self.buckets: Buckets | None = None
         self._sizes, self._options = sizes, options
-        self._calls = 0
-        self._look_every = 1 + len([*model.modules()]) // _MODULES_A_CALL
         self._names = list(inspect.signature(self._forward).parameters)
 
     def _methods(self) -> dict[str, Callable[..., Any]]:
@@ -114,9 +109,7 @@ class EncoderGraphs(Seam):
         buckets = self.buckets
         if buckets is None:
             return NO_GRAPHS, 0
-        self._calls += 1
-        if self._changed is not None or self._calls % self._look_every == 0:
-            self._look_at_model()
+        self._look_at_model()
         main = call.get(self.model.main_input_name)
         reason = self._why_other_model() or _why_other_inputs(call, buckets, main)
         if reason is not None:
