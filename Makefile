@@ -7,7 +7,7 @@ ASCEND_VENV ?= .venv-ascend
 ASCEND_TORCH = 2.13.0
 export PYTHON VENV
 
-.PHONY: demo test test-long test-sanitized lint bench docs demo-ascend test-ascend test-ascend-long
+.PHONY: demo test test-core test-long test-sanitized lint bench docs demo-ascend test-ascend test-ascend-long
 .PHONY: setup-demo setup-test setup-dev setup-docs setup-ascend-sim
 
 demo: setup-demo
@@ -18,6 +18,10 @@ PARALLEL = $(if $(shell nvidia-smi -L 2>/dev/null),,-n auto --maxprocesses 8 --d
 
 test: setup-test
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest $(PARALLEL) $(ARGS)
+
+# Core without graphrt.trust, which it may not need.
+test-core: setup-test
+	bash ci/core_alone.sh $(VENV)/bin/python $(PARALLEL) $(ARGS)
 
 # What takes minutes: random programs, operator samples, long runs; see docs/development/testing.md.
 test-long: setup-test

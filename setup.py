@@ -35,9 +35,13 @@ def _native() -> Extension:
             "native/native.h",
             *(f"graphrt/{name}" for name in (*known["TWINS"], *known["TRUST"])),
         ],
+        # A package may lack graphrt.trust.
         define_macros=[
-            (name, f'"{value}"') for name, value in known["fingerprints"](package).items()
+            (name, f'"{value}"')
+            for name, value in {"TRUST": "", **known["fingerprints"](package)}.items()
         ],
+        # Python's own flags may ask for debug symbols, which are most of the file.
+        extra_compile_args=["-g0"] if os.name == "posix" else [],
         optional=_ASKED != "1",
     )
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from graphrt._homes import at_home
 from graphrt._version import __version__
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from graphrt import lowlevel as lowlevel
     from graphrt import platforms as platforms
     from graphrt import types as types
+    from graphrt._graphed import Graphed, graphed
     from graphrt._runner import GraphRunner
     from graphrt.compile import CompileOptions, opaque, support_compile
 
@@ -75,6 +77,7 @@ __all__ = [
     "GraphRTError",
     "GraphRunner",
     "GraphWrapper",
+    "Graphed",
     "Host",
     "HostArg",
     "InputSlot",
@@ -98,6 +101,7 @@ __all__ = [
     "eager_break",
     "forward_context",
     "get_platform",
+    "graphed",
     "opaque",
     "support_compile",
     "wrapper_class",
@@ -127,6 +131,7 @@ _DEFINED_IN = {
     "GraphRTError": "core.base.errors",
     "GraphRunner": "_runner",
     "GraphWrapper": "core.capture.wrapper",
+    "Graphed": "_graphed",
     "Host": "core.runner.host",
     "HostArg": "core.replay.tasks",
     "InputSlot": "core.inputs.buffers",
@@ -148,6 +153,7 @@ _DEFINED_IN = {
     "eager_break": "core.capture.guard",
     "forward_context": "core.batch.context",
     "get_platform": "core.device.registry",
+    "graphed": "_graphed",
     "opaque": "compile",
     "support_compile": "compile",
     "wrapper_class": "core.capture.wrapper",
@@ -164,6 +170,7 @@ if not TYPE_CHECKING:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         module = importlib.import_module(f"graphrt.{_DEFINED_IN[name]}")
         value = globals()[name] = getattr(module, name)
+        at_home(__name__, value)
         return value
 
     def __dir__() -> list[str]:

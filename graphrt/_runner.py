@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import TYPE_CHECKING
 
 from graphrt.core.base.errors import MissingCapabilityError
-from graphrt.core.base.homes import public
 from graphrt.core.runner.runner import R, Runner
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from graphrt.core.capture.options import GraphOptions
     from graphrt.core.device.platform import Platform
     from graphrt.core.inputs.outputs import OutputAxes
-    from graphrt.core.inputs.spec import InputSpec
+    from graphrt.core.inputs.spec import Inputs
     from graphrt.core.plan.plan import Plan, PlanArguments
     from graphrt.core.replay.pool import GraphPool
     from graphrt.core.runner.contract import StepChecks
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from graphrt.core.runner.setup import RunnerSetup
 
 
-@public("graphrt")
 class GraphRunner(Runner[R]):
     """Runs a forward for batches of any size, through graphs captured for some sizes.
 
@@ -39,7 +38,7 @@ class GraphRunner(Runner[R]):
         forward: Callable[..., R],
         plan: Plan | None = None,
         *,
-        inputs: Mapping[str, InputSpec | Mapping[str, Any]],
+        inputs: Inputs,
         outputs: OutputAxes = None,
         host: Host | None = None,
         options: GraphOptions | None = None,
@@ -49,7 +48,8 @@ class GraphRunner(Runner[R]):
         **arguments: Unpack[PlanArguments],
     ) -> None:
         """`plan` says which graphs there are; in its place its own arguments may be given here
-        (`sizes=[1, 2, 4]`). `inputs` names every tensor argument of `forward`; `outputs` gives the
+        (`sizes=[1, 2, 4]`). `inputs` names every tensor argument of `forward`, by its
+        `InputSpec`, or by a tensor like it, whose dimension 0 has the rows; `outputs` gives the
         axes of what it returns, such as ("tokens", 64) or {"logits": ("reqs", None)}; None is any
         size. What it does not name is found by comparing shapes at two sizes, if need be with an
         eager step more in `capture()`. `host` is what the host hooks in, `options` how graphs are
@@ -69,23 +69,27 @@ class GraphRunner(Runner[R]):
         )
         super().__init__(setup, _checks_for(setup))
 
+    def measure(self, sizes: Collection[int] | None = None) -> None:
+        """Time a step of each graph of these sizes in tokens, by default of the smallest and the
+        largest of each mode, against its forward run eagerly: `report()` has the seconds.
+
+        Steps are the host's examples, else of padding; state is put back. Ranks call it together.
+        Raises `InvalidOptionError` for sizes without a graph, and what steps raise.
+        """
+        from graphrt._measure import measure
+
+        self.graphs.check_open()
+        self._in_turn(partial(measure, self._executor, sizes))
+
 
 def _checks_for(setup: RunnerSetup) -> StepChecks:
     """The checks of a runner, by its level. At `off` nothing of `graphrt.trust` is imported before
     `verify()`."""
     if setup.options.checks("capture"):
         return _trust(setup)
-    from graphrt.core.runner.contract import Step, StepChecks
+    from graphrt.core.runner.contract import StepChecks
 
-    class Unchecked(StepChecks):
-        """Tries a step only where the host asks for it."""
-
-        __slots__ = ()
-
-        def verify(self, executor: Any, step: Step) -> tuple[Any, Exception | None]:
-            return _trust(setup).verify(executor, step)
-
-    return Unchecked()
+    return StepChecks(tried_by=partial(_trust, setup))
 
 
 def _trust(setup: RunnerSetup) -> StepChecks:

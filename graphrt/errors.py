@@ -7,6 +7,7 @@ is an attribute too. What compiling refuses is in `graphrt.compile`: its errors 
 # ruff: noqa: F403, F405  (each name is listed once, below)
 from __future__ import annotations
 
+from graphrt._homes import at_home
 from graphrt.core.base.errors import *
 from graphrt.core.device.registry import PluginWarning
 
@@ -59,3 +60,5 @@ __all__ = [
     "UntrackedWeightsError",
     "VerificationError",
 ]
+
+at_home(__name__, *map(globals().__getitem__, __all__))

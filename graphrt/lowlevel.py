@@ -6,6 +6,7 @@ What is here may change from one minor release to the next, which the notes of t
 
 from __future__ import annotations
 
+from graphrt._homes import at_home
 from graphrt.core.batch.context import CaptureTransaction
 from graphrt.core.device.contract import GraphWork
 from graphrt.core.device.pool_memory import PoolMemory, captured_pool, never_destroy
@@ -27,3 +28,5 @@ __all__ = [
     "is_inside_capture",
     "never_destroy",
 ]
+
+at_home(__name__, *map(globals().__getitem__, __all__))

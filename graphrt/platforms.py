@@ -8,6 +8,7 @@ that platforms over a caching allocator of torch have in common.
 
 from __future__ import annotations
 
+from graphrt._homes import at_home
 from graphrt.core.capture.wrapper import GraphWrapper, wrapper_class
 from graphrt.core.device.captures import Captures, Memory
 from graphrt.core.device.contract import (
@@ -73,3 +74,5 @@ __all__ = [
     "weak_alias",
     "wrapper_class",
 ]
+
+at_home(__name__, *map(globals().__getitem__, __all__))

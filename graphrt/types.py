@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from graphrt._graphed import InputAxes
+from graphrt._homes import at_home
 from graphrt.core.batch.context import Announcer
 from graphrt.core.batch.descriptor import Axis
 from graphrt.core.batch.modes import Mode
 from graphrt.core.capture.wrapper import CallChecks
 from graphrt.core.dispatch.reasons import Agreed
 from graphrt.core.inputs.outputs import OutputAxes
+from graphrt.core.inputs.spec import Inputs
 from graphrt.core.plan.budget import LeftOut, PlannedCapture
 from graphrt.core.plan.plan import PlanArguments
 from graphrt.core.plan.resolution import ModeResolution, ResolutionStep
@@ -44,6 +47,8 @@ __all__ = [
     "GraphRecord",
     "HoldsGraphs",
     "HostValues",
+    "InputAxes",
+    "Inputs",
     "LeftOut",
     "Look",
     "MakeExample",
@@ -67,3 +72,5 @@ __all__ = [
     "UnknownMemory",
     "Updates",
 ]
+
+at_home(__name__, *map(globals().__getitem__, __all__))

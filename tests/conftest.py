@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
+import re
 import threading
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -34,6 +35,9 @@ if torch.cuda.device_count() == 0:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+ONLY_ON_NPUS = ("npu", "long and npu")
+"""What `make test-ascend` and `make test-ascend-long` ask for: most files need not be imported."""
+
 ABSENT = [
     name
     for name in ("hypothesis", "safetensors", "tokenizers", "rich", "typer")
@@ -59,8 +63,13 @@ def pytest_configure() -> None:
         raise pytest.UsageError(f"{VARIABLE}=1 asks for graphrt's C part, but {native_state}")
 
 
-def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    if collection_path.suffix == ".py" and _missing_packages(collection_path):
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    if collection_path.suffix != ".py":
+        return None
+    if _missing_packages(collection_path) or (
+        config.option.markexpr in ONLY_ON_NPUS
+        and not re.search(r"\bnpu\b", collection_path.read_text(encoding="utf-8"))
+    ):
         return True
     return None
 
@@ -145,8 +154,8 @@ def _why_no_npu() -> str | None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if "long" not in config.option.markexpr:
-        long = [item for item in items if item.get_closest_marker("long") is not None]
-        config.hook.pytest_deselected(items=long)
+        long = {item for item in items if item.get_closest_marker("long") is not None}
+        config.hook.pytest_deselected(items=[*long])
         items[:] = [item for item in items if item not in long]
     missing = {"cuda": _why_missing("an NVIDIA GPU", "cuda"), "npu": _why_no_npu()}
     for item in items:

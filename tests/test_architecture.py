@@ -209,3 +209,18 @@ def test_the_site_navigation_lists_every_document(site):
     pages = set(re.findall(r": ([\w./-]+\.md)$", settings, re.MULTILINE))
     docs = ROOT / "docs"
     assert pages == {path.relative_to(docs).as_posix() for path in docs.rglob("*.md")}
+
+
+def test_no_question_of_the_table_of_places_is_there_twice() -> None:
+    _, _, table = PAGE.partition("## Where is it, and where would I add it?")
+    questions = [line.split("|")[1].strip() for line in table.splitlines() if line.startswith("|")]
+    assert [each for each in questions if questions.count(each) > 1] == []
+
+
+def test_every_name_of_the_table_of_places_is_in_the_code() -> None:
+    _, _, table = PAGE.partition("## Where is it, and where would I add it?")
+    sources = [*(ROOT / "graphrt").rglob("*.py"), *(ROOT / "native").glob("*.c")]
+    words = {*re.findall(r"\w+", " ".join(path.read_text(encoding="utf-8") for path in sources))}
+    names = [name.rpartition(".")[2] for name in re.findall(r"`@?([A-Za-z_.]+)`", table)]
+    names = [name for name in names if name not in ("py", "c")]
+    assert len(names) > 50 and [name for name in names if name not in words] == []

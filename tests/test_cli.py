@@ -23,6 +23,7 @@ from graphrt.cpu import CpuPlatform
 from graphrt.demo.settings import read_settings, runner_settings
 from graphrt.observe import report_text
 from graphrt.trust.host_watch import watch_state
+from tests.demo.tiny_checkpoints import LLAMA, write
 from tests.observe.planted import planted_runner, run_planted
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,11 +52,16 @@ def test_doctor_and_a_report_say_how_python_changes_are_detected():
     assert json.loads(run("doctor", "--json"))["host_changes"] == seen
     runner = planted_runner()
     steps = runner.report().trust.glance_steps
-    (line,) = re.findall("^Changes in Python: (.*)$", str(runner.report()), re.MULTILINE)
+    (line,) = re.findall(
+        "^A Python value changed after the capture: noticed (.*)$",
+        str(runner.report()),
+        re.MULTILINE,
+    )
     if why_not:
-        assert line == f"seen after {steps} steps at most: {why_not}"
+        assert line == f"within {steps} steps ({why_not})"
     else:
-        assert re.fullmatch(f"[0-9]+ dicts watched; others seen after {steps} steps at most", line)
+        told = f"at the next step in [0-9]+ watched dicts, else within {steps} steps"
+        assert re.fullmatch(told, line)
 
 
 def test_doctor_prints_its_tables_as_text():
@@ -96,7 +102,7 @@ def test_plan_with_explicit_sizes_plans_only_those_sizes():
 
 def test_plan_settings_given_with_c_reach_the_options():
     plan = json.loads(run("plan", "-c", "mode=FULL", "-c", "sizes=[1,2]", "--json"))
-    assert (plan["mode"], plan["sizes"]["mixed"]) == ("FULL", [1, 2])
+    assert (plan["mode"], plan["sizes"]["general"]) == ("FULL", [1, 2])
 
 
 NPU = ["plan", "--platform", "ascend"]
@@ -230,8 +236,9 @@ def test_invalid_plan_settings_exit_with_a_named_error_without_traceback(
     assert "Traceback" not in text
 
 
-def test_the_demo_command_prints_that_graphs_equal_eager():
-    text = run("demo", "--max-new-tokens", "4", "--mode", "FULL")
+def test_the_demo_command_prints_that_graphs_equal_eager(tmp_path):
+    page = str(tmp_path / "page.html")
+    text = run("demo", "--max-new-tokens", "4", "--mode", "FULL", "--sizes", "8", "--html", page)
     assert "equal" in text
     assert "NOT EQUAL" not in text
 
@@ -331,10 +338,41 @@ def test_a_plan_error_names_the_command_line_flag(arguments, flag, monkeypatch, 
 WITHOUT = "import sys; sys.modules['safetensors'] = None; from graphrt.__main__ import main; main()"
 
 
-def test_the_demo_without_safetensors_names_the_extra_to_install():
-    returned, _, said = command("demo", code=WITHOUT)
+def test_the_demo_with_a_model_but_no_safetensors_names_the_extra_to_install(tmp_path):
+    write(tmp_path, LLAMA)
+    returned, _, said = command("demo", "--model", str(tmp_path), code=WITHOUT)
     assert returned == 2
-    assert 'graphrt demo needs safetensors: pip install "graphrt[demo]"' in said
+    assert 'graphrt demo --model needs safetensors: pip install "graphrt[demo]"' in said
+
+
+def test_the_seeded_demo_runs_with_the_extra_cli_alone_and_prints_no_warning(tmp_path):
+    code = WITHOUT.replace("import sys;", "import sys; sys.modules['tokenizers'] = None;", 1)
+    page = tmp_path / "page.html"
+    arguments = "--max-new-tokens", "2", "--sizes", "8,64", "--html", str(page)
+    returned, text, said = command("demo", *arguments, code=code)
+    assert (returned, said) == (0, "")
+    assert ": equal" in text and page.exists()
+
+
+def test_the_extra_of_the_command_brings_numpy_without_which_torch_warns():
+    """torch says "Failed to initialize NumPy" at its first operators."""
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    (line,) = [line for line in project.splitlines() if line.startswith("cli = ")]
+    assert '"numpy>=' in line
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["doctor"],
+        ["explain", "torch.nn.functional:relu", "--input", "input=float32[tokens,4]"],
+        ["plan"],
+        ["attention"],
+    ],
+)
+def test_a_first_command_prints_no_warning(arguments):
+    returned, text, said = command(*arguments)
+    assert (returned, said) == (0, "") and text
 
 
 def test_doctor_runs_a_step_on_each_available_platform():

@@ -160,13 +160,131 @@ def test_a_plugin_in_the_working_directory_is_the_default_with_a_warning(tmp_pat
     add_plugin(tmp_path, "planted", PLATFORM.format(name="planted"))
     done = run(CURRENT, cwd=tmp_path)
     assert done.stdout.strip() == "planted", done.stderr
-    assert done.stderr.count("PluginWarning: platform 'planted' of the installed plugin") == 1
+    assert done.stderr.count("PluginWarning: platform 'planted' of plugin planted") == 1
     assert f"planted:platform is the default here: {tmp_path}/planted.py" in done.stderr
     for named in ({"platform": "planted"}, {"plugins": "planted"}, {"plugins": "planted:platform"}):
         quiet = run(CURRENT, cwd=tmp_path, **named)
         assert (quiet.stdout.strip(), quiet.stderr) == ("planted", "")
     done = run(CURRENT, cwd=tmp_path, plugins="off")
     assert (done.stdout.strip() != "planted", done.stderr) == (True, "")
+
+
+SELF_REGISTERING = {
+    "a module that registers itself": "register(sys.modules[__name__])",
+    "a module with another name": "register(sys.modules[__name__], 'numpy')",
+    "an object": """
+        del graphrt_platforms
+        class Other:
+            @hookimpl
+            def graphrt_platforms(self):
+                return Mine()
+        register(Other())
+    """,
+}
+
+
+@pytest.mark.parametrize("how", SELF_REGISTERING)
+@pytest.mark.parametrize("imported_by", ["graphrt", "the host"])
+def test_a_plugin_that_registers_itself_at_import_is_warned_of_with_its_file(
+    how: str, imported_by: str, tmp_path: Path
+) -> None:
+    ends = textwrap.dedent(SELF_REGISTERING[how])
+    begins = textwrap.dedent(PLATFORM.format(name="planted"))
+    imports = "import sys\nfrom graphrt.platforms import register\n"
+    add_plugin(tmp_path, "planted", imports + begins + ends)
+    code = CURRENT + "; from graphrt.platforms import installed_platforms as listed; "
+    code += "print(*(p.file for p in listed() if p.name == 'planted'))"
+    done = run("import planted; " * (imported_by == "the host") + code, tmp_path)
+    assert done.stdout.split() == ["planted", f"{tmp_path}/planted.py"], done.stderr
+    assert done.stderr.count("PluginWarning: platform 'planted' of plugin") == 1
+    assert f" is the default here: {tmp_path}/planted.py" in done.stderr
+    if how != "an object":
+        done = run(CURRENT, tmp_path, plugins="planted")
+        assert (done.stdout.strip(), done.stderr) == ("planted", "")
+
+
+ASKING = {
+    "at import": ("register(sys.modules[__name__]); get_platform('planted')\n", "{}", "imported"),
+    "in its hook": (
+        "@hookimpl(trylast=True)\ndef graphrt_platforms():\n    return get_platform('planted')\n",
+        "",
+        "give its platforms",
+    ),
+    "then raises": ("register(sys.modules[__name__]); raise ValueError('no')\n", "{}", "imported"),
+    "an error without text": (
+        "class Mute(Exception):\n    def __str__(self): raise ValueError\nraise Mute\n",
+        "{}",
+        "imported",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", ASKING)
+def test_a_plugin_that_fails_while_it_is_looked_for_is_left_out_and_named_once(
+    how: str, tmp_path: Path
+) -> None:
+    ends, begins, text = ASKING[how]
+    imports = "import sys\nfrom graphrt.platforms import get_platform, hookimpl, register\n"
+    add_plugin(
+        tmp_path,
+        "planted",
+        imports + (textwrap.dedent(PLATFORM.format(name="planted")) if begins else "") + ends,
+    )
+    done = run(CURRENT, tmp_path)
+    assert done.returncode == 0 and done.stdout.strip() != "planted", done.stderr
+    assert done.stderr.count("PluginWarning") == 1 and "Recursion" not in done.stderr
+    assert text in done.stderr and f"{tmp_path}/planted.py" in done.stderr
+
+
+def test_a_plugin_imported_though_its_variable_is_off_is_warned_of(tmp_path: Path) -> None:
+    imports = "import sys\nfrom graphrt.platforms import register\n"
+    begins = textwrap.dedent(PLATFORM.format(name="planted"))
+    add_plugin(tmp_path, "planted", imports + begins + "register(sys.modules[__name__])\n")
+    for plugins in ("off", "other"):
+        done = run(f"import planted; {CURRENT}", tmp_path, plugins=plugins)
+        assert done.stdout.strip() == "planted"
+        assert f"is the default here: {tmp_path}/planted.py" in done.stderr
+
+
+MALFORMED = {
+    "no Name": ("METADATA", "Metadata-Version: 2.1\nVersion: 1.0\n"),
+    "an empty METADATA": ("METADATA", ""),
+    "no bytes of text in METADATA": ("METADATA", b"Name: \xff\xfe\n"),
+    "no module": ("entry_points.txt", "[graphrt]\nb3 = a b c!!\n"),
+    "no value": ("entry_points.txt", "[graphrt]\nb3 =\n"),
+    "no equals sign": ("entry_points.txt", "[graphrt]\nb3\n"),
+    "no bytes of text": ("entry_points.txt", b"[graphrt]\nb3 = \xff\xfe\n"),
+}
+
+
+@pytest.mark.parametrize("how", MALFORMED)
+@pytest.mark.parametrize("place", ["site", "working directory"])
+def test_malformed_metadata_is_passed_over_with_a_warning_that_names_it(
+    how: str, place: str, tmp_path: Path
+) -> None:
+    add_plugin(tmp_path, "bad-one", PLATFORM.format(name="bad"))
+    add_plugin(tmp_path, "good-one", PLATFORM.format(name="good"))
+    name, content = MALFORMED[how]
+    path = tmp_path / "bad_one-1.0.dist-info" / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    done = run(CURRENT, tmp_path) if place == "site" else run(CURRENT, cwd=tmp_path)
+    assert done.stdout.strip() == "good", done.stderr
+    left_out = [line for line in done.stderr.splitlines() if "is left out" in line]
+    assert len(left_out) == 1 and str(path.parent) in left_out[0]
+    assert "GRAPHRT_PLUGINS=off" in left_out[0]
+    call = "import sys; from graphrt.cli.app import main; sys.argv[1:] = ['doctor', '--no-try']"
+    done = run(f"{call}; main()", tmp_path)
+    assert done.returncode == 0 and str(path.parent) in "".join(done.stdout.split()), done.stderr
+
+
+def test_malformed_metadata_of_another_distribution_hides_no_plugin(tmp_path: Path) -> None:
+    add_plugin(tmp_path, "good-one", PLATFORM.format(name="good"))
+    for name in ("other-1.0.dist-info", ".dist-info"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "entry_points.txt").write_text("[console_scripts]\nno equals sign\n")
+    done = run(CURRENT, tmp_path)
+    assert done.stdout.strip() == "good", done.stderr
+    assert f"{tmp_path}/other-1.0.dist-info" in done.stderr
 
 
 def test_doctor_names_the_file_of_a_plugin_and_obeys_none_of_its_text(tmp_path: Path) -> None:
@@ -188,6 +306,7 @@ def test_doctor_names_the_file_of_a_plugin_and_obeys_none_of_its_text(tmp_path: 
     [
         ("import time; time.sleep(600)", "hangs"),
         ("raise KeyboardInterrupt", "KeyboardInterrupt"),
+        ("raise GeneratorExit", "GeneratorExit"),
         ("import os; os._exit(7)", "exits"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "is killed"),
     ],
@@ -201,8 +320,8 @@ def test_a_plugin_that_hangs_or_ends_the_process_can_be_switched_off(
     if ends != "hangs":
         done = run(CURRENT, tmp_path)
         assert done.returncode != 0
-        named = "interrupted at the import of plugin bad-plugin:platform; GRAPHRT_PLUGINS=off"
-        assert (named in done.stderr) == (ends == "KeyboardInterrupt")
+        named = f"plugin bad-plugin:platform ({tmp_path}/bad_plugin.py); GRAPHRT_PLUGINS=off"
+        assert (named in done.stderr) == (ends in ("KeyboardInterrupt", "GeneratorExit"))
     done = run(CURRENT, tmp_path, plugins="off")
     assert done.returncode == 0 and done.stdout.strip() not in ("", "good"), done.stderr
     done = run(CURRENT, tmp_path, plugins="good-plugin")

@@ -12,6 +12,12 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from examples.engine.config import EngineConfig, Sampling
+from examples.engine.engine import Engine
+from examples.engine.model import DecoderConfig, seeded
+from graphrt import Reason
+from graphrt.core.base._native_door import NativeWatch, native_state
+
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [
     "README.md",
@@ -129,12 +135,9 @@ def test_only_the_ascend_page_has_code_blocks_that_are_not_run():
     assert {each for each, _ in left_out} <= {"docs/how-to/ascend.md"}
 
 
-def test_the_fifteen_line_readme_example_runs_and_replays(
-    alone: None, capsys: pytest.CaptureFixture[str]
-):
-    code = example_with("GraphRunner(")
-    lines = [line for line in code.splitlines() if line.strip()]
-    assert len(lines) <= 15
+def test_the_first_readme_example_runs_and_replays(alone: None, capsys: pytest.CaptureFixture[str]):
+    code = example_with("graphed(")
+    assert "in two lines" in text_of("README.md") and len(re.findall("fast", code)) == 3
     exec(compile(code, "README.md", "exec"), {})
     assert capsys.readouterr().out == "torch.Size([3, 10]) HIT\n"
 
@@ -224,3 +227,30 @@ def test_pictures_in_docs_are_exactly_those_drawn_and_shown():
     ]
     kept = [path.stem for path in (ROOT / "docs" / "pictures").iterdir()]
     assert sorted(kept) == sorted(shown) == sorted(drawn.split(", "))
+
+
+@pytest.mark.filterwarnings("ignore::graphrt.errors.GraphQuarantinedWarning")
+def test_the_readmes_row_of_this_python_says_when_changes_in_python_are_noticed():
+    is_told = NativeWatch is not None
+    rows = re.findall(
+        r"^\| (3\.[\d., ]+) \| (.*within (\d+) steps.*) \|$", text_of("README.md"), re.M
+    )
+    by_python = {python: row for pythons, *row in rows for python in pythons.split(", ")}
+    row, most = by_python[f"3.{sys.version_info.minor}" if native_state == "in use" else "3.10"]
+    assert ("at the next step" in row) is is_told
+    model = seeded(DecoderConfig())
+    with Engine(model, EngineConfig(max_num_reqs=1, max_num_tokens=16)) as engine:
+        runner = engine.model.runner
+        steps = runner.report().trust.glance_steps
+        assert int(most) == -(-steps // 10) * 10
+        engine.submit([1, 2, 3], Sampling(200))
+        for _ in range(8):
+            engine.step()
+        assert runner.last_dispatch.reason is Reason.HIT
+        model.model.layers[-1].input_layernorm.eps = 0.5
+        late = 0
+        engine.step()
+        while runner.last_dispatch.reason is Reason.HIT:
+            late += 1
+            engine.step()
+    assert late == 0 if is_told else late <= steps

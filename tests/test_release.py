@@ -221,6 +221,37 @@ def test_release_files_are_built_and_listed_by_locked_tools_alone() -> None:
     assert [each for each in installs if not each.startswith(("dist/", "--require-hashes"))] == []
 
 
+def test_no_package_without_a_hash_is_installed_before_the_files_of_a_release_are_uploaded() -> (
+    None
+):
+    jobs = parsed(ROOT / ".github/workflows/release.yml")["jobs"]
+    uploading = 0
+    for job in jobs.values():
+        names = [step.get("with", {}).get("name", "") for step in job["steps"]]
+        uploads = [at for at, name in enumerate(names) if name.startswith("dist-")]
+        uploads = [at for at in uploads if "upload-artifact" in job["steps"][at]["uses"]]
+        for step in job["steps"][: max(uploads, default=0)]:
+            script = step.get("run", "")
+            assert not re.search(r"cpu_torch|pip install (?!--require-hashes)", script), script
+        uploading += bool(uploads)
+    assert uploading == 2
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    (building,) = re.findall(
+        r"^\[tool\.cibuildwheel\]\n(.*?)\n\n", project, re.DOTALL | re.MULTILINE
+    )
+    keys = re.findall(r"^([\w-]+) =", building, re.MULTILINE)
+    # A test of one wheel runs on the machine that builds the next one.
+    assert "before-build" in keys and [key for key in keys if "test" in key] == []
+
+
+def test_each_wheel_of_a_release_is_tried_before_it_is_published() -> None:
+    jobs = parsed(ROOT / ".github/workflows/release.yml")["jobs"]
+    tried, wheels = jobs["tried"]["strategy"]["matrix"], jobs["wheels"]["strategy"]["matrix"]
+    assert tried["runner"] == wheels["runner"]
+    assert [f"cp{each.replace('.', '')}" for each in tried["python"]] == check.pythons()
+    assert "wheel_check.py --native" in jobs["tried"]["steps"][-1]["run"]
+
+
 def test_torch_alone_comes_from_its_own_index() -> None:
     shell = {path: path.read_text(encoding="utf-8") for path in (ROOT / "ci").glob("*.sh")}
     for path, text in shell.items():

@@ -232,6 +232,7 @@ def test_setup_keeps_the_old_environment_if_a_rebuild_fails(checkout: Checkout) 
     assert checkout.calls() == []
 
 
+@pytest.mark.long
 def test_setup_with_another_installed_torch_rebuilds_the_environment(
     checkout: Checkout, with_cuda_torch: Path
 ) -> None:
@@ -244,6 +245,7 @@ def test_setup_with_another_installed_torch_rebuilds_the_environment(
     assert {"torch==2.12.1", "triton==3.7.1"} <= set(checkout.constraints())
 
 
+@pytest.mark.long
 def test_setup_keeps_a_torch_installed_by_hand(checkout: Checkout) -> None:
     python = checkout.interpreter("bare")
     succeeded(checkout.setup(python))
@@ -256,6 +258,7 @@ def test_setup_keeps_a_torch_installed_by_hand(checkout: Checkout) -> None:
     assert "torch==2.15.0" in checkout.constraints()
 
 
+@pytest.mark.long
 def test_setup_installs_only_the_torch_named_by_graphrt_torch(
     checkout: Checkout, with_cuda_torch: Path
 ) -> None:
@@ -291,6 +294,7 @@ def test_setup_refuses_an_environment_made_by_something_else(checkout: Checkout)
     assert theirs.exists()
 
 
+@pytest.mark.long
 def test_setup_installs_again_after_changed_constraints(checkout: Checkout) -> None:
     python = checkout.interpreter("bare")
     succeeded(checkout.setup(python))

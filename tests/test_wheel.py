@@ -29,6 +29,12 @@ def test_the_wheel_is_below_its_size_limit(wheel: Path) -> None:
     assert wheel.stat().st_size <= MOST_KIB * 1024
 
 
+def test_the_compiled_module_has_no_debug_symbols(wheel: Path) -> None:
+    with ZipFile(wheel) as archive:
+        compiled = [name for name in archive.namelist() if "/_native." in name]
+        assert [name for name in compiled if b".debug_info" in archive.read(name)] == []
+
+
 def test_the_wheel_holds_exactly_the_modules_of_graphrt(names: list[PurePosixPath]) -> None:
     held = {str(name) for name in names if not name.parts[0].endswith(".dist-info")}
     modules = {path.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("*.py")}

@@ -83,7 +83,7 @@ class Engine:
         vocab, limit = self.model.model.config.vocab_size, self.config.max_len
         numbers, heat = (sampling.max_tokens, sampling.seed), sampling.temperature
         # NaN is not equal to itself.
-        valid = all(isinstance(each, Integral) for each in numbers) and heat == heat
+        valid = all(map(_is_integer, numbers)) and heat == heat
         valid &= isinstance(heat, (int, float)) and isinstance(sampling.eos_ids, (set, frozenset))
         if not valid:
             raise RequestError(
@@ -95,7 +95,7 @@ class Engine:
         if len(prompt) + sampling.max_tokens > limit:
             raise RequestError(f"prompt and max_tokens exceed max_len, {limit}")
         for token in prompt:
-            if not isinstance(token, Integral) or not 0 <= token < vocab:
+            if not _is_integer(token) or not 0 <= token < vocab:
                 raise RequestError(
                     f"a prompt has token {token!r}, and tokens are 0 to {vocab - 1}: encode it "
                     "with the tokenizer of this model"
@@ -172,6 +172,11 @@ class Engine:
         logits = self.model.model.logits(hidden[torch.tensor(rows, device=hidden.device)])
         sampled = iter(sample(logits, owners))
         return [[next(sampled) for _ in range(wanted)] for wanted in counts]
+
+
+def _is_integer(value: object) -> bool:
+    # True is an int to Python, and would be token 1.
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def sample(logits: Tensor, owners: Sequence[tuple[Request, int]]) -> list[int]:

@@ -23,7 +23,6 @@ from graphrt.core.batch.descriptor import BatchDescriptor
 
 # What hosts see of the core in the signatures here.
 from graphrt.core.batch.modes import AttentionSupport
-from graphrt.core.replay.tasks import HostValues
 from graphrt.core.runner.host import Bind, Phase
 
 if TYPE_CHECKING:
@@ -42,7 +41,6 @@ __all__ = [
     "FlashAttention3",
     "FlashInferAttention",
     "GroupedShape",
-    "HostValues",
     "KnownBackend",
     "LatentShape",
     "Level",

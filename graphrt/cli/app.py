@@ -72,28 +72,29 @@ def demo(
     prompts: Annotated[Path | None, typer.Option(help="A file with one prompt a line.")] = None,
     eager: Annotated[bool, typer.Option("--eager", help="Capture nothing.")] = False,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 32,
+    html: Annotated[Path, typer.Option(help="Where the page of the run goes.")] = Path("demo.html"),
 ) -> None:
-    """Serve prompts with graphs, and prove that replay equals eager on the same padding."""
-    try:
-        from graphrt.demo import run_demo
-    except ModuleNotFoundError as error:
-        if error.name not in ("numpy", "rich", "safetensors", "tokenizers"):
-            raise
-        typer.secho(
-            f'graphrt demo needs {error.name}: pip install "graphrt[demo]"', fg="red", err=True
-        )
-        raise typer.Exit(2) from error
+    """Serve prompts with graphs and without: what graphs bring, and that replay equals eager."""
+    from graphrt.demo import run_demo
 
-    code = run_demo(
-        model=model,
-        platform=platform,
-        mode=mode,
-        sizes=_sizes(sizes),
-        settings=config or [],
-        prompts=prompts,
-        eager=eager,
-        max_new_tokens=max_new_tokens,
-    )
+    try:
+        code = run_demo(
+            model=model,
+            platform=platform,
+            mode=mode,
+            sizes=_sizes(sizes),
+            settings=config or [],
+            prompts=prompts,
+            eager=eager,
+            max_new_tokens=max_new_tokens,
+            html=html,
+        )
+    except ModuleNotFoundError as error:
+        if error.name not in ("safetensors", "tokenizers"):
+            raise
+        advice = f'graphrt demo --model needs {error.name}: pip install "graphrt[demo]"'
+        typer.secho(advice, fg="red", err=True)
+        raise typer.Exit(2) from error
     raise typer.Exit(code)
 
 

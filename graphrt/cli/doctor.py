@@ -204,7 +204,7 @@ def _show_variable(variable: dict[str, Any], console: Console) -> None:
 def _show(report: dict[str, Any], console: Console) -> None:
     console.print(f"graphrt {report['graphrt']}, Python {report['python']}, {report['machine']}")
     console.print(Text(f"The step in C: {report['native']}"))
-    console.print(Text(f"What a host changes in Python: {report['host_changes']}"))
+    console.print(Text(f"A Python value changed after a capture is {report['host_changes']}"))
     versions = Table(title="Libraries", title_justify="left")
     versions.add_column("package")
     versions.add_column("version")

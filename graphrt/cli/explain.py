@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base.errors import InvalidOptionError
+from graphrt.core.base.errors import GraphRTError, InvalidInputError, InvalidOptionError
 from graphrt.core.base.option_values import shown
+from graphrt.core.base.texts import printable
+from graphrt.core.capture.refusals import source_of
 from graphrt.core.inputs.spec import InputSpec
 from graphrt.observe.explaining import explain
 
@@ -44,7 +46,20 @@ def print_explanation(
             "function that returns one, with --made",
         )
     specs = dict(_input(text) for text in inputs)
-    explanation = explain(forward() if made else forward, specs, tokens=tokens, platform=platform)
+    forward = forward() if made else forward
+    try:
+        explanation = explain(forward, specs, tokens=tokens, platform=platform)
+    except GraphRTError:
+        raise
+    except Exception as error:
+        # Such as a float8 input of an operator that this device has for other dtypes alone.
+        where, written = source_of(error), ", ".join(inputs)
+        raise InvalidInputError(
+            "the forward fails on such inputs",
+            got=f"{type(error).__name__}: {error}" + (f" at {where}" if where else ""),
+            expected=f"a forward that takes {printable(written)}",
+            advice="another dtype or shape; the forward's own call has the traceback",
+        ) from error
     if explanation.code:
         module, _, name = target.partition(":")
         imported = f"from {module} import {name.partition('.')[0]}"
@@ -64,11 +79,12 @@ def _found(target: str) -> Callable[..., Any]:
         target_object: Any = importlib.import_module(module)
         for part in name.split("."):
             target_object = getattr(target_object, part)
-    except (ImportError, AttributeError, ValueError) as error:
+    # A module may raise anything, and a script ends the process where it is imported.
+    except (Exception, SystemExit) as error:
         raise InvalidOptionError(
             "there is no such forward",
-            got=f"{target} ({error})",
-            expected="module:name of a function or a module",
+            got=f"{target} ({type(error).__name__}: {error})",
+            expected="module:name of a function or a module, in a module that can be imported",
             advice="graphrt explain engine.model:forward --input x=float32[tokens,16]",
         ) from error
     if not callable(target_object):

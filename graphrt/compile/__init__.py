@@ -20,6 +20,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
+from graphrt._homes import at_home
 from graphrt.compile.api import compile_module, support_compile
 from graphrt.compile.cache.store import CompileCacheWarning
 from graphrt.compile.errors import (
@@ -62,6 +63,8 @@ __all__ = [
     "opaque",
     "support_compile",
 ]
+
+at_home(__name__, *map(globals().__getitem__, __all__))
 
 
 class _Callable(ModuleType):

@@ -13,7 +13,6 @@ from graphrt.compile.module import CompiledModule
 from graphrt.compile.options import CompileOptions
 from graphrt.compile.private_torch.operators import call_instead
 from graphrt.compile.trace.dims import DynamicDims
-from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import flag, shown
 from graphrt.core.batch.context import ForwardContext, current_context
 from graphrt.core.capture.options import GraphOptions
@@ -26,7 +25,6 @@ _DIMS = "graphrt_dynamic_dims"
 """Attribute of a module class: what `support_compile` was given."""
 
 
-@public("graphrt.compile")
 def support_compile(
     dynamic_dims: Mapping[str, Any] | Sequence[str],
 ) -> Callable[[M], M]:
@@ -52,7 +50,6 @@ def support_compile(
     return mark
 
 
-@public("graphrt.compile")
 def compile_module(
     module: Callable[..., Any],
     dynamic_dims: Mapping[str, Any] | Sequence[str] | None = None,

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from graphrt.core.base.errors import GraphRTError
-from graphrt.core.base.homes import public
 
 
-@public("graphrt.compile")
 class CompileError(GraphRTError):
     """Root of the errors about compiling a module."""
 
 
-@public("graphrt.compile")
 class TraceError(CompileError):
     """The forward could not be traced as one graph."""
 
 
-@public("graphrt.compile")
 class RetraceError(CompileError):
     """A call differs from the traced one in something that the traced code has baked in.
 
@@ -42,7 +38,6 @@ class RetraceError(CompileError):
         super().__init__(what, got=got, expected=expected, advice=advice)
 
 
-@public("graphrt.compile")
 class ReassignedStateError(CompileError):
     """Compiled code assigns to attributes, buffers or containers; a graph cannot repeat that.
 
@@ -62,17 +57,14 @@ class ReassignedStateError(CompileError):
         super().__init__(what, got=got, expected=expected, advice=advice)
 
 
-@public("graphrt.compile")
 class AliasError(CompileError):
     """Tensors share memory in a way that pieces of a graph cannot keep."""
 
 
-@public("graphrt.compile")
 class CompileSealedError(CompileError):
     """A module would have to be compiled after `seal()`, or inside of an open capture."""
 
 
-@public("graphrt.compile")
 class CompileSizeError(CompileError):
     """A compile size is no capture size: batches are never padded to it.
 
@@ -92,6 +84,5 @@ class CompileSizeError(CompileError):
         super().__init__(what, got=got, expected=expected, advice=advice)
 
 
-@public("graphrt.compile")
 class OpaqueError(CompileError):
     """A function cannot be made an opaque operator."""

@@ -26,7 +26,6 @@ from graphrt.compile.trace.check import SmallAxes
 from graphrt.compile.trace.dims import DynamicDims
 from graphrt.compile.trace.parameters import Parameters, leaves, without_memory
 from graphrt.compile.trace.subject import Holding, Subject
-from graphrt.core.base.homes import public
 from graphrt.core.base.log import logger
 from graphrt.core.base.option_values import (
     check_callable,
@@ -52,7 +51,6 @@ _MOST_RETRACES = 8
 others it runs uncompiled."""
 
 
-@public("graphrt.compile")
 class CompiledModule:
     """Runs `module` by pieces that are compiled from one trace of its forward.
 

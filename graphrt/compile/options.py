@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import (
     Check,
     check_fields,
@@ -22,7 +21,6 @@ from graphrt.core.base.option_values import (
 )
 
 
-@public("graphrt.compile")
 @dataclass(frozen=True)
 class CompileOptions:
     """Settings of `graphrt.compile`.

@@ -12,6 +12,7 @@ import torch
 
 from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base.thread_mode import unseen
+from graphrt.core.device.contract import UpdateFigures
 from graphrt.core.device.lent_streams import Loan
 from graphrt.core.device.platform import no_other_capture
 from graphrt.core.device.pool_memory import Allocator, PoolHandle, PoolMemory, captured_pool
@@ -23,7 +24,6 @@ from graphrt.cuda.private_torch import (
     stop_routing_to_pool,
 )
 from graphrt.cuda.streams import loan_of, own_stream
-from graphrt.cuda.update.ladder import UpdateCounts
 
 
 class GraphMemory(PoolMemory):
@@ -47,7 +47,7 @@ class GraphMemory(PoolMemory):
             ),
             adopted,
         )
-        self.updates = UpdateCounts()
+        self.updates = UpdateFigures()
         # Handle of a stream that graphs were captured on -> the stream, and what keeps it lent.
         self._streams: dict[int, torch.cuda.Stream] = {}
         self._loans: list[Loan | None] = []
@@ -91,7 +91,7 @@ class GraphMemory(PoolMemory):
         self.before_reset()
         super().clear()
         self._ask_for_hosts()
-        self.updates = UpdateCounts()
+        self.updates = UpdateFigures()
         self._streams.clear()
         self._loans.clear()
 

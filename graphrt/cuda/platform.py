@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -116,7 +117,7 @@ class CudaPlatform(Platform):
         return torch.cuda.CUDAGraph(keep_graph=driver_available())
 
     def update_figures(self, memory: GraphMemory) -> UpdateFigures | None:
-        return memory.updates.figures()
+        return replace(memory.updates) if memory.updates.tasks else None
 
     def begin_capture(self, graph: Any, memory: GraphMemory) -> None:
         self._captures.begin(graph, memory)
@@ -271,10 +272,10 @@ class CudaPlatform(Platform):
     # Tasks -----------------------------------------------------------------------------------
 
     def task_begin(self, graph: Any) -> None:
-        self._tasks.begin(graph, self._captures.memory_of(graph).updates)
+        self._tasks.begin(graph)
 
     def task_end(self, graph: Any) -> TaskHandle:
-        return self._tasks.end(graph)
+        return self._tasks.end(graph, self._captures.memory_of(graph).updates)
 
     def replay_updated(
         self, graph: Any, updates: Sequence[TaskUpdate], *, changed: bool, name: str = ""

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
+from time import perf_counter
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
@@ -14,20 +18,37 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from graphrt import BatchDescriptor, GraphMode, GraphOptions, get_platform
+from graphrt import BatchDescriptor, GraphMode, GraphRunner, get_platform
 from graphrt.core.base.errors import InvalidInputError
-from graphrt.core.base.texts import printable
+from graphrt.core.base.texts import printable, seconds_text
 from graphrt.core.plan.plan import PlanArguments
 from graphrt.demo.checkpoint import load_checkpoint, seeded_checkpoint
 from graphrt.demo.engine import EngineLimits, StepRecord
+from graphrt.demo.measured import ON_A_GPU
 from graphrt.demo.model import Decoder
 from graphrt.demo.npu import FusedDecodeAttention
-from graphrt.demo.report import Comparison, Run, Setup, compare, group_steps, run_prompts
+from graphrt.demo.report import (
+    Comparison,
+    Run,
+    Setup,
+    compare,
+    group_steps,
+    make_runner,
+    serve_prompts,
+)
 from graphrt.demo.settings import runner_settings
+from graphrt.demo.steady import SteadySize, cause_of, measure_steady
 from graphrt.demo.tokenizer import Tokenizer
+from graphrt.observe.pages.whole import write_page
+from graphrt.observe.timeline import trace
 
 _SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 _NO_TIMES = "{} is a simulation: times and tokens/s below mean nothing, equality does."
+_FOR_TESTS = "The CPU platform is for tests and development without a GPU."
+_ROUNDS = 5
+"""Turns in which every way to run serves all prompts."""
+_ENOUGH_S = 6.0
+"""No further turn after this time."""
 _PROMPTS = [
     "Hello",
     "A captured graph is",
@@ -38,16 +59,26 @@ _PROMPTS = [
 ]
 
 
+class _Way(NamedTuple):
+    """A way to run the prompts: by this runner, with `padded_eager` on the inputs of its graphs."""
+
+    name: str
+    runner: GraphRunner
+    padded_eager: bool = False
+
+
 def run_demo(
     model: Path | None = None, platform: str | None = None, mode: str | None = None,
     sizes: list[int] | None = None, settings: Sequence[str] = (), prompts: Path | None = None,
     eager: bool = False, max_new_tokens: int = 32, console: Console | None = None,
+    html: Path | None = None,
 ) -> int:  # fmt: skip
     """Run the prompts with graphs and without; 0 if every token and logit row is equal, else 1.
 
     `model` is a local Hugging Face directory (None: a small seeded model), `settings` are
     key=value, `prompts` a file with one prompt per line; with `eager` nothing is captured and the
-    result is 0. Raises a `GraphRTError` for what cannot be read or run.
+    result is 0. `html` gets the page of the run with graphs. Raises a `GraphRTError` for anything
+    that cannot be read, run or written.
     """
     console = console or Console()
     texts = _PROMPTS if prompts is None else _read_prompts(prompts)
@@ -60,15 +91,82 @@ def run_demo(
     setup, tokenizer = _load(model, platform, texts, max_new_tokens, console)
     setup = replace(setup, graphs=graph_arguments)
     unpadded = replace(setup, graphs={**graph_arguments, "mode": GraphMode.NONE})
-    with _threads(1 if model is None else torch.get_num_threads()):
-        runs = {} if eager else _both_launches(setup, options, console)
-        runs["eager, not padded"] = run_prompts(unpadded, options)
-    first, *others = runs.values()
+    threads = 1 if model is None else torch.get_num_threads()
+    result = None
+    with ExitStack() as open_runners, _threads(threads):
+        plain = open_runners.enter_context(make_runner(unpadded, options))
+        ways = [_Way("eager, not padded", plain)]
+        if not eager:
+            runner = open_runners.enter_context(make_runner(setup, options))
+            proof = _capture_and_serve(setup, runner, console, html)
+            padded = serve_prompts(setup, runner, eager=True, keep_logits=True)
+            result = compare(proof, padded)
+            steady = measure_steady(setup, runner, plain)
+            _print_steady(steady, console)
+            ways = [_Way("graphs", runner), _Way("eager, padded alike", runner, True), *ways]
+        serve_prompts(setup, plain)
+        runs = _in_turns(setup, ways)
+    if setup.platform.name == "cpu":
+        console.print(Text(f"{_FOR_TESTS} {ON_A_GPU}", style="cyan"))
+    first = runs[ways[0].name]
+    console.print(_speed_table(runs), _step_table(first))
     for text, generated in zip(texts, first.generated, strict=True):
         answer = printable(tokenizer.decode(generated))
         console.print(Text.assemble((printable(text), "dim"), " → ", (answer, "green")))
-    console.print(_step_table(first), _speed_table(runs))
-    return 0 if not others or _print_verdict(compare(first, others[0]), console) else 1
+    if html is not None and not eager:
+        console.print(Text(f"The page of this run: {printable(str(html.resolve()))}", style="bold"))
+    return 0 if result is None or _print_verdict(result, console) else 1
+
+
+def _capture_and_serve(
+    setup: Setup, runner: GraphRunner, console: Console, html: Path | None
+) -> Run:
+    """Capture, say what that took, and serve the prompts once: the page is of both."""
+    with TemporaryDirectory() as folder, ExitStack() as traced:
+        timeline = Path(folder) / "demo.json"
+        if html is not None:
+            traced.enter_context(trace(timeline, runner))
+        _capture(runner, console)
+        run = serve_prompts(setup, runner, keep_logits=True)
+        traced.close()
+        if html is not None:
+            write_page(html, timeline, title="graphrt demo")
+    return run
+
+
+def _capture(runner: GraphRunner, console: Console) -> None:
+    began = perf_counter()
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("no graphs")
+
+        def show(done: int, total: int, descriptor: BatchDescriptor) -> None:
+            progress.update(
+                task, completed=done, total=total, description=f"capturing {descriptor}"
+            )
+
+        runner.capture(progress=show)
+    whole_s, report = perf_counter() - began, runner.report()
+    tried = sum(bool(trial.steps) for trial in report.trust.trials)
+    checks = f"checks of {tried} of them {seconds_text(whole_s - report.capture_s)}"
+    console.print(
+        f"{len(report.graphs)} graphs: captures took {seconds_text(report.capture_s)}, {checks}"
+    )
+    if report.dropped:
+        dropped = ", ".join(f"{each.mode.name} [{each.descriptor}]" for each in report.dropped)
+        console.print(Text(f"Not captured for lack of memory: {dropped}", style="yellow"))
+
+
+def _in_turns(setup: Setup, ways: Sequence[_Way]) -> dict[str, Run]:
+    """Serve the prompts in every way, again and again; of each the fastest run. All ways have
+    run before."""
+    runs: dict[str, list[Run]] = {way.name: [] for way in ways}
+    began = perf_counter()
+    for turn in range(_ROUNDS):
+        if turn and perf_counter() - began > _ENOUGH_S:
+            break
+        for way in ways:
+            runs[way.name].append(serve_prompts(setup, way.runner, eager=way.padded_eager))
+    return {name: max(each, key=attrgetter("tokens_per_s")) for name, each in runs.items()}
 
 
 def _load(
@@ -124,34 +222,46 @@ def _read_prompts(path: Path) -> list[str]:
     return texts
 
 
-def _both_launches(setup: Setup, options: GraphOptions, console: Console) -> dict[str, Run]:
-    with Progress(console=console) as progress:
-        task = progress.add_task("no graphs")
-
-        def show(done: int, total: int, descriptor: BatchDescriptor) -> None:
-            text = f"capturing {descriptor}" if done < total else f"captured {total} graphs"
-            progress.update(task, completed=done, total=total, description=text)
-
-        graphs = run_prompts(setup, options, keep_logits=True, progress=show)
-    eager = run_prompts(setup, options, keep_logits=True, eager=True)
-    return {"graphs": graphs, "eager, padded the same": eager}
+def _print_steady(sizes: list[SteadySize], console: Console) -> None:
+    if not sizes:
+        return
+    table = Table(title="Steady steps of full batches, in ms: the fastest of many turns")
+    table.add_column("graph", no_wrap=True)
+    for column in ("by graph", "eager", "gain"):
+        table.add_column(column, no_wrap=True, justify="right")
+    table.add_column("if not faster, why", no_wrap=True)
+    for each in sizes:
+        times = f"{1e3 * each.graph_s:.2f}", f"{1e3 * each.eager_s:.2f}"
+        gain = Text(f"{each.gain:.2f} x", style="green" if each.gain > 1 else "yellow")
+        table.add_row(f"{each.mode.name} {each.tokens}", *times, gain, cause_of(each, sizes))
+    console.print(table)
 
 
 def _step_table(run: Run) -> Table:
-    columns = "mode", "size", "reason", "steps", "with prompts", "live tokens", "padding"
-    table = Table(*columns, "median ms", title="Steps")
+    table = Table(title="Steps of the first run above: prompts are steps with parts of prompts")
+    columns = "mode", "size", "reason", "steps", "prompts", "live", "padding", "ms"
+    for column in columns:
+        table.add_column(column, no_wrap=True)
     for group in group_steps(run.steps):
         mode, descriptor, reason = group[0].dispatch[:3]
         live = sum(step.num_tokens for step in group)
         mixed = sum(step.num_tokens > step.num_reqs for step in group)
         padding = 1 - live / (descriptor.num_tokens * len(group))
         figures = f"{len(group)}", f"{mixed}", f"{live}", f"{padding:.0%}", _median_ms(group)
-        table.add_row(mode.name, f"{descriptor.num_tokens}", reason.name, *figures)
+        why = f"{reason.name}, trial" if group[0].tried else reason.name
+        table.add_row(mode.name, f"{descriptor.num_tokens}", why, *figures)
     return table
 
 
 def _speed_table(runs: dict[str, Run]) -> Table:
-    table = Table("run", "steps", "generated", "tokens/s", "decode step, median ms", title="Speed")
+    table = Table(
+        "run",
+        "steps",
+        "generated",
+        "tokens/s",
+        "decode step, ms",
+        title="Serving: the fastest of some turns",
+    )
     for name, run in runs.items():
         figures = f"{len(run.steps)}", f"{sum(map(len, run.generated))}", f"{run.tokens_per_s:.0f}"
         decode = [step for step in run.steps if step.num_tokens == step.num_reqs]

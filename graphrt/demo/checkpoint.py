@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from graphrt.core.base.errors import CheckpointError
@@ -182,6 +181,9 @@ def inside(directory: Path, name: str) -> Path:
 
 
 def _read_weights(directory: Path, config: DecoderConfig, dtype: torch.dtype) -> dict[str, Tensor]:
+    # Not at import: the seeded model runs without this package.
+    from safetensors import SafetensorError, safe_open
+
     listing, files = directory / "model.safetensors", ["model.safetensors"]
     index = directory / "model.safetensors.index.json"
     if index.exists() and not listing.exists():

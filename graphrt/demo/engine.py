@@ -59,13 +59,15 @@ class Request:
 
 
 class StepRecord(NamedTuple):
-    """How one step ran; `logits` are [reqs, vocab] on the CPU if they were kept."""
+    """How one step ran; `logits` are [reqs, vocab] on the CPU if they were kept. A `tried` step ran
+    several times, to be compared."""
 
     dispatch: Dispatch
     num_tokens: int
     num_reqs: int
     seconds: float
     logits: Tensor | None
+    tried: bool = False
 
 
 class Engine:
@@ -191,7 +193,11 @@ def inputs_of(scheduled: Sequence[tuple[Request, int]], limits: EngineLimits) ->
 def random_step(
     batch: Batch, limits: EngineLimits, vocab: int, generator: torch.Generator
 ) -> list[tuple[Request, int]]:
-    """Requests for a step of `batch`, with random tokens, some of them in the cache already."""
+    """Requests for a step of `batch`, with random tokens, some of them in the cache already.
+
+    The first has token 0 at position 0, the values of padding, if there are several tokens. A trial
+    without these in a live row would be followed by another one, at a served step.
+    """
     reqs = batch.num_reqs or min(batch.num_tokens, limits.max_num_reqs)
     scheduled = []
     for request in range(reqs):
@@ -199,8 +205,12 @@ def random_step(
         cached = int(
             torch.randint(max(limits.context - count, 1), (), generator=generator, device="cpu")
         )
+        as_padding = not request and batch.num_tokens > 1
+        cached = 0 if as_padding else cached
         length = cached + count
         tokens = torch.randint(vocab, (length,), generator=generator, device="cpu").tolist()
+        if as_padding:
+            tokens[0] = 0
         pages = limits.pages(limits.context)
         first = 1 + request * pages
         pages_of_request = list(range(first, first + limits.pages(length)))

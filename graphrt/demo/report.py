@@ -1,9 +1,9 @@
-"""Runs the prompts, with graphs or without, and compares two runs bit for bit."""
+"""Serves the prompts, with graphs or without, and compares two runs bit for bit."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, zip_longest
 
@@ -13,7 +13,6 @@ from torch import Tensor
 from graphrt import (
     AttentionSupport,
     Batch,
-    BatchDescriptor,
     Example,
     GraphMode,
     GraphOptions,
@@ -26,6 +25,7 @@ from graphrt import (
 from graphrt.core.plan.plan import PlanArguments
 from graphrt.demo.engine import Engine, EngineLimits, StepRecord, inputs_of, random_step
 from graphrt.demo.model import Decoder, new_cache
+from graphrt.observe.tap import Observer, StepSeen, attach
 
 
 @dataclass(frozen=True)
@@ -92,16 +92,6 @@ def make_runner(setup: Setup, options: GraphOptions) -> GraphRunner:
         ),
         **setup.graphs,
     }
-    fused = setup.decoder.decode_attention
-
-    def example(batch: Batch, generator: torch.Generator) -> Example:
-        # The cache is empty still, so that all of it is scratch memory.
-        scheduled = random_step(batch, limits, config.vocab_size, generator)
-        updates = None
-        if fused is not None and batch.query_len == 1:
-            updates = fused.updates([request.computed + 1 for request, _ in scheduled])
-        return Example(inputs_of(scheduled, limits), updates)
-
     return GraphRunner(
         functools.partial(setup.decoder, cache),
         Plan(**graphs, platform=setup.platform),
@@ -115,31 +105,55 @@ def make_runner(setup: Setup, options: GraphOptions) -> GraphRunner:
             "query_start_loc": InputSpec(torch.int32, ("reqs+1",), pad="repeat"),
         },
         outputs=("reqs", config.vocab_size),
-        # Graphs are tried as they are captured, and not by the first steps that are served.
-        host=Host(example=example),
+        # Graphs are tried as they are captured, and not by the first steps that are served. The
+        # cache is empty then, so that all of it is scratch memory.
+        host=Host(example=functools.partial(example_step, setup)),
     )
 
 
-def run_prompts(
-    setup: Setup,
-    options: GraphOptions,
-    keep_logits: bool = False,
-    progress: Callable[[int, int, BatchDescriptor], None] | None = None,
-    *,
-    eager: bool = False,
+def example_step(setup: Setup, batch: Batch, generator: torch.Generator) -> Example:
+    """A random step of `batch`. It writes to pages of the cache that requests may have."""
+    scheduled = random_step(batch, setup.limits, setup.decoder.config.vocab_size, generator)
+    fused, updates = setup.decoder.decode_attention, None
+    if fused is not None and batch.query_len == 1:
+        updates = fused.updates([request.computed + 1 for request, _ in scheduled])
+    return Example(inputs_of(scheduled, setup.limits), updates)
+
+
+class _Trials(Observer):
+    """Notes of each step of a runner whether it was a trial."""
+
+    def __init__(self) -> None:
+        self.tried: list[bool] = []
+
+    def step(self, seen: StepSeen) -> None:
+        self.tried.append(seen.tried)
+
+
+def serve_prompts(
+    setup: Setup, runner: GraphRunner, *, eager: bool = False, keep_logits: bool = False
 ) -> Run:
-    """Capture, then generate from an empty cache until every prompt is finished; with `eager` by
-    eager steps on the padded inputs that graphs would read."""
-    with make_runner(setup, options) as runner:
-        fused = setup.decoder.decode_attention
-        in_full = fused is not None and runner.mode.decode_mode is not GraphMode.PIECEWISE
-        updates = fused.updates if fused is not None and in_full else None
-        engine = Engine(runner, setup.limits, setup.eos_ids, keep_logits, updates, eager=eager)
-        requests = [engine.submit(prompt, setup.max_new_tokens) for prompt in setup.prompts]
-        runner.capture(progress=progress)
+    """Generate with a captured runner until every prompt is finished; with `eager` by eager steps
+    on the padded inputs that its graphs would read. Earlier contents of its cache have no effect.
+    """
+    fused = setup.decoder.decode_attention
+    in_full = fused is not None and runner.mode.decode_mode is not GraphMode.PIECEWISE
+    updates = fused.updates if fused is not None and in_full else None
+    engine = Engine(runner, setup.limits, setup.eos_ids, keep_logits, updates, eager=eager)
+    requests = [engine.submit(prompt, setup.max_new_tokens) for prompt in setup.prompts]
+    trials = _Trials()
+    detach = attach(runner, trials)
+    try:
         while engine.waiting or engine.running:
             engine.step()
-        return Run([request.generated for request in requests], engine.steps)
+    finally:
+        detach()
+    steps = engine.steps
+    if not eager:
+        steps = [
+            step._replace(tried=tried) for step, tried in zip(steps, trials.tried, strict=True)
+        ]
+    return Run([request.generated for request in requests], steps)
 
 
 def compare(graphs: Run, eager: Run) -> Comparison:
@@ -165,10 +179,10 @@ def _logits(run: Run) -> list[Tensor]:
 
 
 def group_steps(steps: Sequence[StepRecord]) -> list[list[StepRecord]]:
-    """The steps by mode, padded size and reason, in that order."""
+    """The steps by mode, padded size, reason and whether they were trials, in that order."""
 
-    def key(step: StepRecord) -> tuple[str, int, str]:
+    def key(step: StepRecord) -> tuple[str, int, str, bool]:
         mode, descriptor, reason = step.dispatch[:3]
-        return mode.name, descriptor.num_tokens, reason.name
+        return mode.name, descriptor.num_tokens, reason.name, step.tried
 
     return [list(group) for _, group in groupby(sorted(steps, key=key), key)]

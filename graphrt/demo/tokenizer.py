@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-
-import tokenizers
+from typing import TYPE_CHECKING
 
 from graphrt.core.base.errors import CheckpointError
 from graphrt.demo.checkpoint import BEGIN, inside
+
+if TYPE_CHECKING:
+    import tokenizers
 
 
 class Tokenizer:
@@ -47,6 +49,9 @@ class Tokenizer:
 
 
 def _read(path: Path) -> tokenizers.Tokenizer:
+    # Not at import: bytes need no tokenizer.
+    import tokenizers
+
     try:
         return tokenizers.Tokenizer.from_file(str(inside(path.parent, path.name)))
     except CheckpointError:

@@ -5,8 +5,7 @@
 - `write_page("run.html", runner.report())`: one page, which needs no network; two reports are
   compared. `graphrt report run.json --html run.html` does the same for saved reports.
 - `with trace("trace.json", runner):` a timeline for Perfetto, and ranges for torch's profiler.
-- `Metrics(runner).read()`: counters and latencies, to poll; `Instruments(runner)` gives them to
-  OpenTelemetry.
+- `Metrics(runner).read()`: counters and latencies, to poll.
 - `capture(progress=MemoryWatch(runner))`: the bar of `progress=True`, with the memory of all
   graphs, predicted after two of them.
 - `explain(forward, inputs)`: what keeps a forward out of graphs, and how much faster they are.
@@ -20,7 +19,6 @@ from __future__ import annotations
 from graphrt.observe.explaining import Explanation, Obstacle, explain
 from graphrt.observe.files import load_report
 from graphrt.observe.findings import Finding
-from graphrt.observe.instruments import Instruments
 from graphrt.observe.memory import Forecast, MemoryWatch
 from graphrt.observe.metrics import Histogram, Metrics, Reading
 from graphrt.observe.pages.whole import page, write_page
@@ -32,7 +30,6 @@ __all__ = [
     "Finding",
     "Forecast",
     "Histogram",
-    "Instruments",
     "MemoryWatch",
     "Metrics",
     "Obstacle",

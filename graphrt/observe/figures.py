@@ -117,7 +117,7 @@ _GRAPH = {
     "not_served": _by_name(_count), "sizes": _sizes, "live_tokens": _count,
     "padded_tokens": _count, "capture_s": _number, "warm_up_s": _number, "began_s": _number,
     "pool_bytes": _bytes, "driver_bytes": _bytes, "trial": _line, "deterministic": _flag,
-    "failure": _optional(_text),
+    "failure": _optional(_text), "replay_s": _optional(_number), "eager_s": _optional(_number),
 }  # fmt: skip
 _STEPS = {"reason": _line, "meaning": _line, "steps": _count, "sizes": _sizes}
 _READ = {
@@ -137,11 +137,3 @@ report = _record({
     "steps": _list(_record(_STEPS)), "trust": _record(_TRUST),
 })  # fmt: skip
 """A report as `RunnerReport.to_dict()` makes it."""
-
-slice_event = _record({
-    "pid": _count, "tid": _count, "name": _line, "ts": _number, "dur": _number,
-})  # fmt: skip
-"""A slice of a trace."""
-
-track_event = _record({"pid": _count, "tid": _count, "args": _record({"name": _line})})
-"""The name of a track."""

@@ -22,11 +22,10 @@ MOST_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class Run:
-    """A report of one runner as plain data, with the events of its timeline if it has one."""
+    """A report of one runner as plain data."""
 
     label: str
     figures: Mapping[str, Any]
-    events: tuple[Mapping[str, Any], ...] = ()
 
 
 def load_report(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -56,14 +55,13 @@ def runs_of(
         reports = metadata.get("graphrt_reports") if isinstance(metadata, dict) else None
         if not isinstance(reports, list) or not reports:
             raise ValueError("a trace of something else")
-        events = _events(data["traceEvents"])
+        named = (
+            [name]
+            if len(reports) == 1
+            else [f"{name}, runner {at + 1}" for at in range(len(reports))]
+        )
         return [
-            Run(
-                name if len(reports) == 1 else f"{name}, runner {pid}",
-                _checked(each, str(path)),
-                tuple(event for event in events if event["pid"] == pid),
-            )
-            for pid, each in enumerate(reports, 1)
+            Run(name, _checked(each, str(path))) for name, each in zip(named, reports, strict=True)
         ]
     except InvalidOptionError:
         raise  # another version of the format
@@ -75,20 +73,6 @@ def runs_of(
             expected="a file of report().save(path) or graphrt.observe.trace(path, runner)",
             advice="check the path",
         ) from error
-
-
-def _events(data: Any) -> list[Mapping[str, Any]]:
-    """The slices of a trace, and the names of its tracks."""
-    if not isinstance(data, list):
-        raise ValueError("a trace without a list of events")
-    events = []
-    for event in data:
-        is_object = isinstance(event, dict)
-        if is_object and event.get("ph") == "X":
-            events.append(figures.slice_event(event, "a slice"))
-        elif is_object and event.get("name") == "thread_name":
-            events.append(figures.track_event(event, "a track"))
-    return events
 
 
 def _checked(data: Any, where: str) -> Mapping[str, Any]:

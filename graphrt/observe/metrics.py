@@ -2,8 +2,7 @@
 
 Counters are those that dispatch and checks always keep. Latencies are measured while a `Metrics` is
 open, on the host: on a device a step returns when it is launched, so a latency is what the host's
-loop waits for, and not the device's time. `examples/prometheus.py` exposes a reading;
-`Instruments` (instruments.py) gives the same figures to OpenTelemetry.
+loop waits for, and not the device's time. `examples/prometheus.py` exposes a reading.
 """
 
 from __future__ import annotations
@@ -125,7 +124,22 @@ class Metrics(AbstractContextManager["Metrics"]):
 
     def read(self) -> Reading:
         """The figures now; a few microseconds for each graph."""
-        return reading_of(self._runner, self._latencies.read())
+        runner = self._runner
+        report = report_of(runner.graphs, runner._engine.live_tokens, quick=True)
+        trials = report.trust.trials
+        return Reading(
+            steps={reason.name: count for reason, count in report.reasons.items()},
+            graphs={f"{m.name} [{d}]": count for (m, d), count in report.steps.items()},
+            live_tokens=report.live_tokens,
+            padded_tokens=report.padded_tokens,
+            captured=len(report.graphs),
+            capture_s=report.capture_s,
+            dropped=len(report.dropped),
+            tried_steps=sum(trial.steps for trial in trials),
+            quarantined=sum(trial.status == "quarantined" for trial in trials),
+            pool_bytes=report.pool_bytes,
+            latency=self._latencies.read(),
+        )
 
     def close(self) -> None:
         """Time no more steps; `read()` still works."""
@@ -133,22 +147,3 @@ class Metrics(AbstractContextManager["Metrics"]):
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-
-def reading_of(runner: GraphRunner[Any], latency: dict[str, Histogram]) -> Reading:
-    """The counters of a runner now, with the given latencies."""
-    report = report_of(runner.graphs, runner._engine.live_tokens, quick=True)
-    trials = report.trust.trials
-    return Reading(
-        steps={reason.name: count for reason, count in report.reasons.items()},
-        graphs={f"{m.name} [{d}]": count for (m, d), count in report.steps.items()},
-        live_tokens=report.live_tokens,
-        padded_tokens=report.padded_tokens,
-        captured=len(report.graphs),
-        capture_s=report.capture_s,
-        dropped=len(report.dropped),
-        tried_steps=sum(trial.steps for trial in trials),
-        quarantined=sum(trial.status == "quarantined" for trial in trials),
-        pool_bytes=report.pool_bytes,
-        latency=latency,
-    )

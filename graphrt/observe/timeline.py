@@ -3,7 +3,7 @@
 The file is in Chrome's trace format (https://ui.perfetto.dev opens it). Each runner is a process
 with four tracks: captures and trials, steps by graphs, eager steps, findings. Captures that were
 over before the trace are drawn right before its beginning. The report of each runner is in the file
-too, so that `graphrt report trace.json` makes a page with the timeline.
+too, so that `graphrt report trace.json` makes a page of the run.
 
 Times are the host's. On a device a step returns once it is launched. torch's profiler shows what
 the device does: it gets a range for every step and capture.
@@ -25,7 +25,7 @@ import torch
 from graphrt._runner import GraphRunner
 from graphrt.core.base.errors import InvalidOptionError
 from graphrt.core.base.files import write_whole
-from graphrt.core.base.option_values import check_kind, count_of
+from graphrt.core.base.option_values import check_kind, count_of, refused
 from graphrt.core.base.texts import counted
 from graphrt.core.runner.report import RunnerReport
 from graphrt.observe.findings import Finding, findings_of
@@ -66,7 +66,11 @@ class Trace(AbstractContextManager["Trace"]):
         most_steps: int = MOST_STEPS,
         nvtx: bool = False,
     ) -> None:
-        self.path = Path(path)
+        try:
+            self.path = Path(path)
+        except TypeError as error:
+            advice = 'trace("trace.json", runner)'
+            raise refused("a trace needs a path", path, "a str or a path", advice) from error
         self._runners = tuple(runners)
         if not self._runners:
             raise InvalidOptionError(

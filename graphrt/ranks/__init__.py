@@ -14,6 +14,7 @@ Every rank makes the same steps in the same order. Ranks of one model (tensor pa
 batches and need no vote; `agreement.check(runner)` compares their plans and graphs once.
 """
 
+from graphrt._homes import at_home
 from graphrt.ranks.agreement import Agreement, PendingVote
 from graphrt.ranks.errors import RankLostError, RanksDifferError, RankStoppedError
 
@@ -24,3 +25,5 @@ __all__ = [
     "RankStoppedError",
     "RanksDifferError",
 ]
+
+at_home(__name__, *map(globals().__getitem__, __all__))

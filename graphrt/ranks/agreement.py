@@ -17,7 +17,6 @@ from typing_extensions import Self
 from graphrt._runner import GraphRunner
 from graphrt._version import __version__
 from graphrt.core.base.errors import GraphRTError, InvalidBatchError, InvalidOptionError
-from graphrt.core.base.homes import public
 from graphrt.core.base.log import logger
 from graphrt.core.base.option_values import shown
 from graphrt.core.batch.descriptor import (
@@ -50,7 +49,6 @@ from graphrt.ranks.heartbeat import Heartbeat, Sign, named
 from graphrt.ranks.stepping import Answer, RankedSteps, padding_of
 
 
-@public("graphrt.ranks")
 class Agreement:
     """Lets the ranks of one group vote on the graph of each step, so that all of them replay the
     same one.
@@ -126,10 +124,11 @@ class Agreement:
         self._refuse_differences(Ballot(runner.dispatcher, self._facts_of(runner.graphs)).facts)
 
     def _facts_of(self, graphs: GraphTable) -> dict[str, list[str]]:
-        setup = graphs.setup
+        setup, sizes = graphs.setup, graphs.setup.plan.sizes
+        bounds = f"{sizes.max_num_tokens} tokens of {sizes.max_num_reqs} requests at most"
         return {
             **self._facts,
-            "plan": str(setup.plan).splitlines(),
+            "plan": [*str(setup.plan).splitlines(), bounds],
             "check": [str(setup.options.check)],
             "outputs": [str(setup.options.outputs)],
             "lazy": [str(setup.options.lazy)],
@@ -392,7 +391,6 @@ class Agreement:
         )
 
 
-@public("graphrt.ranks")
 class PendingVote:
     """A vote that is under way: `result()` waits for it.
 

@@ -7,25 +7,25 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
-from operator import gt
+from operator import eq, not_
 from types import MappingProxyType
 from typing import Any
 
-import torch
-
 from graphrt.core.base import errors, torch_names
+from graphrt.core.base._native_door import NativeGlances
 from graphrt.core.base._undo import undo_after
 from graphrt.core.base.log import logger
-from graphrt.core.base.thread_mode import ThreadMode
+from graphrt.core.base.settings import ASKED, READ, TURN, settings
 from graphrt.core.batch.descriptor import room_for_reqs
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.dispatch.reasons import Dispatch, Reason
 from graphrt.core.runner.contract import Looks, StepChecks
 from graphrt.core.runner.findings import TrialRecord
 from graphrt.core.runner.weights import stale
+from graphrt.trust.glances import in_turn
 from graphrt.trust.host_watch import HostChanges, described_changes, is_of_tensor
 from graphrt.trust.picture import Picture, Told
-from graphrt.trust.places.slots import Place, same_value
+from graphrt.trust.places.slots import MISSING, Place, call, same_value
 from graphrt.trust.reads import ReadSet, each_call, keys_at
 from graphrt.trust.verdict import PADDING_ON_LIVE_ROW, TriedGraph, Verdict
 from graphrt.trust.watching.padding import PaddingRows
@@ -48,6 +48,9 @@ _DOUBTFUL = 8
 """Trials that a change of the host has to pass where the runs do not show whether the forward
 issues other operators or numbers for it."""
 
+
+_EVERY = 4
+"""Of so many steps one reads a setting that takes long to read. There are seven."""
 
 NO_INPUTS: Differing = {"tokens": frozenset()}
 """No input can show that rows are mixed: only the first padded step is tried."""
@@ -177,97 +180,74 @@ class _Graph(TriedGraph):
 
 class Ambient:
     """Compares torch's settings, such as autocast, with those at capture, which graphs have baked
-    in. `looks` has an answer for each step, `differences` names what has changed. `holds` is a few
-    calls of torch where nothing at all has changed.
+    in. `looks` has an answer for each step, `differences` names what has changed.
 
-    The number of threads is not compared: a replay depends on it no more than an eager step does.
-    Nor are gradients and inference mode, unless the forward `asks` for them.
+    Settings that take long to read have their turn at one step in `_EVERY`. Gradients and inference
+    mode count only if the forward `asks` for them, the number of threads never: a replay depends on
+    it no more than an eager step does.
     """
 
     def __init__(self, device_type: str) -> None:
-        self._device_type = device_type
-        # Whether the forward asks for gradients or inference mode: these are then compared too.
+        self._rows = [row for row in settings(device_type) if row.step]
+        # Whether the forward asks for gradients or inference mode.
         self._asks = False
         # Graphs have no gradients, whatever was on around their capture.
-        asked = {"gradients": False, "inference mode": torch.is_inference_mode_enabled()}
-        # name of a setting -> its value at capture.
-        self._captured = self._now() | asked
-        self._accept()
+        self._captured = {row.name: row.read() for row in self._rows} | {"gradients": False}
+        self.looks = self._new_looks()
+        """Whether the settings hold, without end; False for all steps once some were found to
+        differ, until `differences` finds none."""
 
     def differences(self) -> list[str]:
-        """The settings that are not what they were at capture, in words. Where there are none,
-        `holds` takes the present state for that of the capture from now on."""
-        now = self._now()
-        differing = [
-            f"{name}: {_setting_text(value)}, {_setting_text(self._captured[name])} at capture"
-            for name, value in now.items()
-            if value != self._captured[name]
+        """The settings that are not what they were at capture, in words."""
+        changed = self._changed()
+        if changed:
+            self.looks = repeat(False)
+        elif not next(self.looks):
+            # Torch's guard differs for what is harmless, such as the number of threads.
+            self.looks = self._new_looks()
+        return [
+            f"{name}: {_setting_text(now)}, {_setting_text(self._captured[name])} at capture"
+            for name, now in changed.items()
         ]
-        if not differing:
-            self._accept()
-        return differing
 
     def ask(self) -> None:
         """From now on compare gradients and inference mode too: the forward reads them."""
         self._asks = True
+        self.looks = repeat(False)  # until they are compared
 
-    def holds(self) -> bool:
-        """Whether nothing has changed since the settings were last found to be the capture's."""
-        if self._asks:
-            return self._equal()
-        return self._guard() and self._modes == self._modes_now()
+    def _changed(self) -> dict[str, Any]:
+        """name -> value now, of each setting that has another one than at capture."""
+        now = {row.name: row.read() for row in self._rows if self._asks or row.step != ASKED}
+        return {name: value for name, value in now.items() if value != self._captured[name]}
 
-    def looks(self) -> Iterator[bool]:
-        """`holds()` without end, an answer for each step. It is put together of functions that run
-        in C, unless modes are on, which have to be compared one by one."""
-        if self._asks or self._modes or not torch_names.function_mode_is_on:
-            return each_call(self.holds)
-        settings = each_call(self._guard)
-        # True > False: the settings hold, and no function mode is on. True > 0: no dispatch mode.
-        modeless = map(gt, settings, each_call(torch_names.function_mode_is_on))
-        return map(gt, modeless, each_call(torch_names.count_dispatch_modes))
-
-    def _accept(self) -> None:
-        """Take the present settings for those of the capture: `_guard` says whether torch's own
-        are still the same, `_modes` are the function and dispatch modes."""
-        guard = torch_names.state_guard
-        self._guard: Callable[[], bool] = guard().check if guard else self._equal
-        self._modes = self._modes_now()
-
-    def _equal(self) -> bool:
-        """`holds`, by comparing the settings one by one."""
-        return self._now().items() <= self._captured.items()
+    def _new_looks(self) -> Iterator[bool]:
+        """`looks` that take the present settings for those of the capture, put together of
+        functions that run in C."""
+        guard, modes = torch_names.state_guard, self._modes_now()
+        if not guard:
+            return map(not_, each_call(self._changed))
+        reads: list[tuple[Callable[[], Any], object]] = [(guard().check, True)]
+        turns: list[tuple[Callable[[], Any], object]] = []
+        for row in self._rows:
+            look = row.read, self._captured[row.name]
+            if row.step == READ or (row.step == ASKED and self._asks):
+                reads.append(look)
+            elif row.step == TURN:
+                turns += look, *[(bool, False)] * (_EVERY - 1)
+        if modes or not torch_names.function_mode_is_on:
+            reads.append((self._modes_now, modes))
+        else:
+            reads += (torch_names.function_mode_is_on, False), (torch_names.count_dispatch_modes, 0)
+            if NativeGlances is not None:
+                slots = tuple((read, None, was) for read, was in reads)
+                parts = tuple((read, call, was) for read, was in turns)
+                return NativeGlances(slots, parts, (len(slots), 1), MISSING, repeat(True))
+        reads.append((in_turn(eq, turns).__next__, True))
+        gets, was = zip(*reads, strict=True)
+        return map(eq, zip(*map(each_call, gets), strict=False), repeat(was))
 
     def _modes_now(self) -> list[object]:
         return [*torch_names.all_function_modes(), *torch_names.dispatch_modes()]
-
-    def _now(self) -> dict[str, Any]:
-        """name of a setting -> its value now."""
-        cudnn: Any = torch.backends.cudnn
-        matmul, casts = torch.backends.cuda.matmul, torch.is_autocast_enabled(self._device_type)
-        now: dict[str, object] = {
-            "autocast": casts,
-            # Without autocast it has no effect.
-            "autocast dtype": torch.get_autocast_dtype(self._device_type) if casts else None,
-            "default dtype": torch.get_default_dtype(),
-            "default device": torch.get_default_device(),
-            # Without the mode of a default device, which is compared above, and graphrt's own.
-            "torch function modes": tuple(torch_names.function_modes()),
-            "torch dispatch modes": tuple(
-                [mode for mode in torch_names.dispatch_modes() if not isinstance(mode, ThreadMode)]
-            ),
-            "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
-            # Not by `allow_tf32`: torch raises there once somebody has set `fp32_precision`.
-            "TF32 in matmul": matmul.fp32_precision == "tf32",
-            "TF32 in cudnn": cudnn.conv.fp32_precision == "tf32",
-            "TF32 in RNNs of cudnn": cudnn.rnn.fp32_precision == "tf32",
-            "reduced precision sums of float16": matmul.allow_fp16_reduced_precision_reduction,
-            "reduced precision sums of bfloat16": matmul.allow_bf16_reduced_precision_reduction,
-        }
-        if self._asks:
-            now["gradients"] = torch.is_grad_enabled()
-            now["inference mode"] = torch.is_inference_mode_enabled()
-        return now
 
 
 def _setting_text(value: object) -> object:
@@ -307,7 +287,7 @@ class Glances(Looks):
         """Make `looks` anew: at settings, at changes that CPython reports, and with `tensors` at
         what graphs read now. Without `tensors` no graph is replayed."""
         self._sees_tensors = tensors
-        looks: Iterator[bool] = repeat(True) if self._ambient is None else self._ambient.looks()
+        looks: Iterator[bool] = repeat(True) if self._ambient is None else self._ambient.looks
         looks = self.reads.glances(looks) if tensors else looks
         self.looks = self.reads.host.over(looks)
 
@@ -320,10 +300,11 @@ class Glances(Looks):
     def changed_settings(self) -> errors.VerificationError | None:
         """The error for settings that are not what they were at the first capture, or None."""
         ambient = self._ambient
-        if ambient is None or ambient.holds():
+        if ambient is None:
             return None
-        changed = ambient.differences()
-        self.aim(tensors=self._sees_tensors)
+        before, changed = ambient.looks, ambient.differences()
+        if ambient.looks is not before:
+            self.aim(tensors=self._sees_tensors)
         if not changed:
             return None
         return errors.VerificationError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ from graphrt.core.base import errors
 from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base.thread_mode import set_for_capture
 from graphrt.core.batch.descriptor import BatchDescriptor, example_of
+from graphrt.core.capture.state import as_states
 from graphrt.core.dispatch.reasons import Dispatch, Reason
 from graphrt.core.inputs.buffers import reqs_of
 from graphrt.core.runner.contract import Step
@@ -69,6 +70,7 @@ class RunnerChecks(Checks):
             self.reads,
             self.warmed_up,
             pads=setup.inputs.declared.addresses,
+            with_rows=setup.inputs.declared.with_rows,
             is_in_graphs=partial(platform.owns, setup.pool.memory),
             has_parts=setup.plan.mode.has_piecewise,
             padding=self.padding,
@@ -209,7 +211,7 @@ class RunnerChecks(Checks):
 
     def check_weights(self, graphs: GraphTable) -> None:
         unread = self.check_named(graphs.named)
-        self.reads.check(graphs.named, graphs.entries(), graphs.own_tensors())
+        self.reads.check(graphs.named, graphs.entries(), _own_tensors(graphs))
         self.look_at_host()
         self.note_unread(unread)
 
@@ -252,5 +254,17 @@ class RunnerChecks(Checks):
         nobody has named: see `ReadSet`. None if there are no graphs."""
         if not graphs.records:
             return None
-        entries, tensors = graphs.entries(only), graphs.own_tensors()
+        entries, tensors = graphs.entries(only), _own_tensors(graphs)
         return self.reads.unknown_memory(entries, graphs.setup.pool, tensors)
+
+
+def _own_tensors(graphs: GraphTable) -> Iterator[torch.Tensor]:
+    """The inputs of a runner, the device memory of their transport, and declared state."""
+    inputs = graphs.setup.inputs
+    yield from inputs.buffers.values()
+    yield from inputs.transport.device_memory
+    for prepared in filter(None, graphs.steps):
+        # On the CPU every view is a storage of its own, with another address at another size.
+        yield from prepared.layout.views.values()
+    states = as_states(graphs.setup.host.state)
+    yield from (state.tensor for state in states if state.tensor is not None)

@@ -27,9 +27,9 @@ from graphrt.core.base._undo import Undo
 from graphrt.core.base.option_values import told
 from graphrt.core.base.texts import listed
 from graphrt.core.base.thread_mode import outside_modes, unseen
-from graphrt.core.capture.generators import Generators
 from graphrt.core.capture.state import State, saved
 from graphrt.trust.compare import difference
+from graphrt.trust.generators import WatchedGenerators
 from graphrt.trust.picture import Reading
 from graphrt.trust.places import slots
 from graphrt.trust.places.slots import MISSING, Place, Way, same_value
@@ -70,7 +70,7 @@ class StateSnapshot:
         # For each declared state a function that puts it back.
         self._declared = saved(declared, limit_bytes)
         self.memory = SavedWrites(limit_bytes, sums=sums)
-        self.generators = Generators(device_type)
+        self.generators = WatchedGenerators(device_type)
         self._padding = padding
 
     def reach(self, places: Places) -> None:

@@ -487,9 +487,9 @@ class Trial:
     def _judge_padding(self, other_padding: Run) -> None:
         """Do live rows, or state, differ from the run whose padding differs?"""
         eager, rounding = self._eager, self._rounding
-        how = "live rows are not what they are without padding"
+        how = "padding rows change the results of real rows"
         if self._state.generators.have_drawn(eager.left.generators):
-            how = "live rows are other ones where padding rows have changed"
+            how = "other padding rows change the results of real rows"
             self._verdict.notes.append("draws random numbers: padding was changed, not left out")
         apart = difference(eager.outputs, other_padding.outputs, rounded=True)
         if apart is not None and apart.relative <= rounding:

@@ -27,7 +27,6 @@ import torch
 from graphrt.core.base import tree
 from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base.errors import StateTooLargeError
-from graphrt.core.base.homes import public
 from graphrt.core.base.thread_mode import set_for_capture, unseen
 from graphrt.core.base.torch_names import inference_guard
 from graphrt.core.batch.context import ForwardContext
@@ -189,7 +188,6 @@ class _TriedParts(guards.SideDoors):
 # Trials of a wrapper's calls --------------------------------------------------------------------
 
 
-@public("graphrt")
 class WrapperTrials:
     """Checks the graphs of one wrapper while its host steps: `GraphWrapper(...,
     trials=WrapperTrials())`. The level is that of the wrapper's options; with `strict` a failure is

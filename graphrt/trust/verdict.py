@@ -93,7 +93,7 @@ CHANGED = Refusal(
     errors.PythonStateError,
     "{graph}: the host has changed Python values, and the forward does something else now; "
     "replays repeat what it did at capture",
-    expected="the operators and numbers of the capture",
+    expected="the same operators with the same arguments as at the capture",
     advice="recapture() after a change that is for good; or keep what changes in a tensor that "
     "is written in place, or pass it as an input",
 )

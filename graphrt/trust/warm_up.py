@@ -3,7 +3,7 @@ which is put back after each run without being declared."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -11,7 +11,12 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from graphrt.core.base._undo import Undo, undoing
-from graphrt.core.base.errors import PythonStateError, StaleTensorWarning, warn_caller
+from graphrt.core.base.errors import (
+    PythonStateError,
+    RefusedOpError,
+    StaleTensorWarning,
+    warn_caller,
+)
 from graphrt.core.base.texts import listed
 from graphrt.core.base.thread_mode import without_kept_casts
 from graphrt.core.batch.descriptor import BatchDescriptor
@@ -19,7 +24,7 @@ from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.guard import SideDoors, side_doors
 from graphrt.core.capture.operators import facts_of
 from graphrt.core.replay.recording import drawn_from
-from graphrt.core.runner.contract import Calls, RunWatch, Written
+from graphrt.core.runner.contract import Calls, RunWatch, Values
 from graphrt.trust.places.slots import CONTENTS, Place
 from graphrt.trust.places.walk import Keyed, with_keys
 from graphrt.trust.reads import ReadSet
@@ -62,8 +67,8 @@ class WatchedState(RunWatch):
     """Whether graphs may have eager parts."""
     padding: PaddingRows
     """The rows that warm-ups, which have padding alone, are seen to write."""
-    inputs_written: Mapping[int, Written] = field(default_factory=dict)
-    """Inputs that the last run wrote, by address, if it was watched."""
+    with_rows: Collection[str] = ()
+    """The inputs that have a batch axis."""
 
     def __post_init__(self) -> None:
         # What the last run under a `WriteWatch` wrote, with the values before it. It is kept until
@@ -78,17 +83,15 @@ class WatchedState(RunWatch):
         self._steady: set[int] = set()
 
     @undoing
-    def run(
-        self, undo: Undo, kind: Hashable, tokens: int, inputs: frozenset[int], calls: Calls[T]
-    ) -> T:
+    def run(self, undo: Undo, kind: Hashable, tokens: int, inputs: Values, calls: Calls[T]) -> T:
         """Run a forward of so many tokens eagerly. The run is watched if it is the largest of its
         kind so far, or has no kind. Another run is made again, watched, if it changes Python values
-        and writes memory that larger ones did not. `inputs` are the addresses of its inputs'
-        storages.
+        and writes memory that larger ones did not. `inputs` are what it reads, in the runner's
+        buffers.
 
-        Raises `StateTooLargeError` if it writes what can be neither saved nor left.
+        Raises `StateTooLargeError` if it writes what can be neither saved nor left, and
+        `RefusedOpError` if it writes an input that has no batch axis.
         """
-        self.inputs_written = {}
         if not self.reads.watched:
             return calls()()
         moves = self._moves or self._begin()
@@ -110,8 +113,29 @@ class WatchedState(RunWatch):
             # It may have filled a table for this size, once for all.
             self.restore()
             moves.take_back()
-        run = partial(self._run_watched, moves, inputs, calls)
-        return self._watch(moves, kind, tokens, run)
+        addresses = frozenset(each.untyped_storage().data_ptr() for each in inputs.values())
+        run = partial(self._run_watched, moves, addresses, calls)
+        result = self._watch(moves, kind, tokens, run)
+        for name, view in inputs.items():
+            if name not in self.with_rows:
+                self._check_input(name, view)
+        return result
+
+    def _check_input(self, name: str, view: torch.Tensor) -> None:
+        """Raise `RefusedOpError` if the last watched run has written an input without a batch axis:
+        that is meant as state, and the next step's fill would overwrite it."""
+        end = view.data_ptr() + view.nbytes
+        for at, use in self._inputs_written.items():
+            if view.data_ptr() <= at < end:
+                raise RefusedOpError(
+                    f"the forward writes input {name!r}, of which it has a copy in the runner's "
+                    "buffers: what it writes is lost after the step",
+                    op=use.op,
+                    source=None if use.source is None else str(use.source),
+                    got=f"{name!r} without a batch axis, shape {tuple(view.shape)}",
+                    advice="write state, such as a KV cache, in place where the forward reaches it "
+                    "as an attribute or in a closure; write a clone() of scratch memory",
+                )
 
     def _begin(self) -> _Moves:
         """Before the session's first watched run: save what the forward reaches."""
@@ -137,7 +161,7 @@ class WatchedState(RunWatch):
         # milliseconds, and later runs define some only where they call what is not torch's own.
         if is_first or not all(facts_of(op.func).is_aten for op in watch.trace):
             note_operators()
-        self.inputs_written = watch.inputs_written
+        self._inputs_written = watch.inputs_written
         made = moves.note_made(watch, reads)
         if made or watch.written():
             left = memory.take()
@@ -152,14 +176,15 @@ class WatchedState(RunWatch):
             if padding is not None:
                 self.snapshot.python.restore()
                 raise PythonStateError(
-                    "the forward makes or fills memory when it runs first, and goes on from it: a "
-                    "warm-up has only padding",
+                    "the first call of the forward made or filled memory, and later calls read it; "
+                    "a capture runs on padding, so its graph would start from wrong state",
                     got=padding,
                     expected="state that is made and filled before capture()",
-                    advice="run the forward once on a real batch before the capture (at each size "
-                    "that fills a table of its own), or make the tensor before, and copy_() into "
-                    "it: self.h.copy_(new) in place of self.h = new; of transformers use a "
-                    "StaticCache, never a DynamicCache",
+                    advice="call the forward once on a real batch before capture() (at each size "
+                    "that fills a table of its own), or make it a buffer before and copy_() into "
+                    "it: self.h.copy_(new) in place of self.h = new; a list that grows: a buffer "
+                    "of its largest size, written at a position; of transformers: a StaticCache, "
+                    "never a DynamicCache",
                 )
             self._steady |= again.written().keys()
         reads.note(watch)

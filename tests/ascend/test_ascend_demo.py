@@ -10,11 +10,14 @@ from schedules import is_simulated
 
 from graphrt.demo import run_demo
 from graphrt.demo.npu import FusedDecodeAttention
+from tests.draws import rest_long
 
 pytestmark = pytest.mark.npu
 
 
-@pytest.mark.parametrize("mode", [None, "FULL_DECODE_ONLY", "PIECEWISE", "FULL"])
+@pytest.mark.parametrize(
+    "mode", rest_long([None, "FULL_DECODE_ONLY", "PIECEWISE", "FULL"], "PIECEWISE", "FULL")
+)
 def test_the_demo_on_an_npu_equals_eager_and_decode_steps_update_lengths(monkeypatch, mode):
     lengths: list[list[int]] = []
     updates = FusedDecodeAttention.updates

@@ -18,7 +18,7 @@ from tests.models.llama import Llama, check_both_modes, llama_runner
 pytestmark = pytest.mark.npu
 
 
-@pytest.mark.parametrize("own_wrappers", [True, False])
+@pytest.mark.parametrize("own_wrappers", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_compiling_without_inductor_gives_eager_pieces_and_a_reason(tmp_path, own_wrappers):
     torch.manual_seed(0)
     model = Llama(layers=3).to("npu")

@@ -118,7 +118,7 @@ def test_steps_with_deferred_updates_equal_eager(host):
 @pytest.mark.parametrize(
     "schedule",
     [
-        "lazy",
+        pytest.param("lazy", marks=pytest.mark.long),
         "lazy-random:3",
         *(pytest.param(f"random:{seed}", marks=pytest.mark.long) for seed in range(1, 21)),
     ],

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.npu
 @pytest.mark.parametrize(
     "call",
     [
-        "check('FULL', 2)",
+        pytest.param("check('FULL', 2)", marks=pytest.mark.long),
         pytest.param("check('PIECEWISE', 4)", marks=pytest.mark.long),
         "check('PIECEWISE', 5)",
         pytest.param("check('FULL', 4, side=True)", marks=pytest.mark.long),

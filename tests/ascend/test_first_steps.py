@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 from schedules import need_simulator, python
 
+from tests.draws import rest_long
+
 pytestmark = pytest.mark.npu
 
 
-@pytest.mark.parametrize("first", range(0, 20, 5))
+@pytest.mark.parametrize("first", rest_long(range(0, 20, 5), 0))
 def test_the_first_steps_after_a_capture_are_right_under_random_schedules(first):
     need_simulator()
     # To start a process with torch_npu takes longer than the steps under one schedule.

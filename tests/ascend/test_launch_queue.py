@@ -21,11 +21,16 @@ HOST = "after_an_operator_of_the_host"
 @pytest.mark.parametrize(
     "call",
     [
-        f"{HOST}('FULL', seen=True, waits=False, on_device=False)",
+        pytest.param(
+            f"{HOST}('FULL', seen=True, waits=False, on_device=False)", marks=pytest.mark.long
+        ),
         f"{HOST}('FULL', seen=True, waits=True, on_device=True)",
         f"{HOST}('PIECEWISE', seen=True, waits=True, on_device=False)",
-        f"{HOST}('FULL_AND_PIECEWISE', seen=False, waits=False, on_device=True)",
-        "after_an_error_in_staging('FULL')",
+        pytest.param(
+            f"{HOST}('FULL_AND_PIECEWISE', seen=False, waits=False, on_device=True)",
+            marks=pytest.mark.long,
+        ),
+        pytest.param("after_an_error_in_staging('FULL')", marks=pytest.mark.long),
         "after_an_error_in_staging('PIECEWISE')",
         "with_tasks()",
         "wrapper_of_a_host()",

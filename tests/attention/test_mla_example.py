@@ -51,8 +51,8 @@ def check(results: list[Result], work: Workload, layers: int) -> None:
     "changes",
     [
         {},
-        {"batch": 1, "steps": 12, "context": 0},
-        {"batch": 4, "query_len": 2},
+        pytest.param({"batch": 1, "steps": 12, "context": 0}, marks=pytest.mark.long),
+        pytest.param({"batch": 4, "query_len": 2}, marks=pytest.mark.long),
         # The prompts' size serves decode steps too: with fewer tokens than padded requests have.
         {"batch": 5, "query_len": 3, "prompt": 4},
     ],

@@ -11,6 +11,7 @@ from torch import nn
 
 from graphrt import GraphPool, GraphRunner, Reason
 from graphrt.compile import CompileOptions, ReassignedStateError, TraceError, compile_module
+from tests.draws import rest_long
 from tests.models.caches import LENGTH, full_length_cache, growing_cache, static_cache
 from tests.models.families import BATCH, INPUTS, VOCAB, Decoder, prompts_of
 
@@ -86,22 +87,19 @@ def serve(model: nn.Module, twin: nn.Module, pieces: bool) -> None:
             assert runner.last_dispatch.reason is Reason.HIT
 
 
-@pytest.mark.parametrize("pieces", [False, True])
+KEYS, COUNT = (f"module.cache.layers[0].{name}" for name in ("keys", "cumulative_length_int"))
+REFUSED = [
+    ("llama", growing_cache, KEYS, False),
+    ("llama", growing_cache, KEYS, True),
+    ("mistral", growing_cache, KEYS, True),
+    ("mistral", static_cache, COUNT, False),
+    ("mistral", static_cache, COUNT, True),
+    ("gemma3", static_cache, COUNT, True),
+]
+
+
 @pytest.mark.parametrize(
-    ("name", "refused", "assigned"),
-    [
-        ("llama", growing_cache, "module.cache.layers[0].keys"),
-        pytest.param(
-            "mistral", growing_cache, "module.cache.layers[0].keys", marks=pytest.mark.long
-        ),
-        ("mistral", static_cache, "module.cache.layers[0].cumulative_length_int"),
-        pytest.param(
-            "gemma3",
-            static_cache,
-            "module.cache.layers[0].cumulative_length_int",
-            marks=pytest.mark.long,
-        ),
-    ],
+    ("name", "refused", "assigned", "pieces"), rest_long(REFUSED, REFUSED[0], REFUSED[4])
 )
 def test_a_cache_that_replaces_its_tensors_is_refused_with_advice_that_works(
     name, refused, assigned, pieces
@@ -112,7 +110,7 @@ def test_a_cache_that_replaces_its_tensors_is_refused_with_advice_that_works(
     serve(Step(name, full_length_cache), Step(name, full_length_cache), pieces)
 
 
-@pytest.mark.parametrize("pieces", [False, True])
+@pytest.mark.parametrize("pieces", rest_long([False, True], True))
 def test_a_model_that_counts_tokens_by_its_cache_is_refused_with_advice_that_works(pieces):
     with pytest.raises(TraceError) as caught:
         serve(Opt(given=False), Opt(given=False), pieces)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,9 @@ from typer.testing import CliRunner
 
 from graphrt.cli.app import app
 from graphrt.cli.cache import age_text
-from graphrt.compile.cache.entry import CacheEntry
+from graphrt.compile.cache.entry import CacheEntry, default_directory
 from graphrt.compile.cache.key.parts import CacheKey
+from graphrt.compile.cache.listing import explain_miss
 from graphrt.core.base.errors import InvalidOptionError
 from graphrt.core.base.texts import size_text
 from tests.compile.cache_keys import cache_key, saving
@@ -166,3 +168,57 @@ def test_names_of_files_reach_a_terminal_without_control_characters(directory: P
         text = run(*arguments)
         assert "\x1b" not in text
         assert "\x07" not in text
+
+
+@pytest.mark.parametrize("target", ["nowhere", "piece_9.piece"], ids=["dangling", "loop"])
+def test_a_link_that_leads_nowhere_is_listed_as_a_damaged_piece(directory: Path, target: str):
+    (directory / name_of(b"one") / "rank_0" / "piece_9.piece").symlink_to(target)
+    assert name_of(b"one") in run("ls")
+    (rank, _) = json.loads(run("show", name_of(b"one"), "--json"))["ranks"]
+    assert list(rank["damaged"]) == ["piece_9"] and rank["pieces"]["piece_9"] == 0
+    assert "piece_9" in run("show", name_of(b"one"))
+    assert "1 removed" in run("rm", name_of(b"one"), "--yes")
+
+
+WRONG_KINDS = {
+    "a number of a version": {"versions": {"torch": 7}},
+    "a list of a version": {"versions": {"device": ["cpu"]}},
+    "None of a version": {"versions": {"torch": None}},
+    "a list of a backend": {"settings": {"backend": ["inductor"]}},
+    "a dict of a backend": {"settings": {"backend": {"a": 1}}},
+    "a number of a source": {"sources": {"net.model": 7}},
+    "a dict of a source": {"sources": {"net.model": {"a": 1}}},
+    "a lone surrogate": {"versions": {"torch": "\ud800"}},
+    "a lone surrogate of a setting": {"settings": {"backend": "eager", "a": ["\udfff"]}},
+    "a lone surrogate of a name": {"sources": {"net\ud800": "0" * 64}},
+    "a lone surrogate of a compiler's": {"compiler": {"\ud800": 1}},
+}
+
+
+@pytest.mark.parametrize("groups", WRONG_KINDS.values(), ids=WRONG_KINDS.keys())
+def test_a_key_file_with_values_of_wrong_kinds_is_listed_as_damaged(
+    directory: Path, groups: dict[str, dict[str, object]]
+):
+    key = CacheKey.from_groups(groups)
+    (directory / key.digest[:16] / "rank_0").mkdir(parents=True)
+    (directory / key.digest[:16] / "key.json").write_text(key.to_json())
+    for arguments in (["ls"], ["show", key.digest[:16]]):
+        for option in ([], ["--json"]):
+            run(*arguments, *option).encode()
+    assert "cannot be read" in run("show", key.digest[:16])
+    assert explain_miss(directory, key_of(b"three"))
+
+
+def test_a_piece_whose_name_is_no_text_is_shown_as_damaged(directory: Path):
+    folder = next(directory.glob("*/rank_0"))
+    Path(os.fsdecode(os.fsencode(folder) + b"/\xff\x1b[31m.piece")).write_bytes(b"none of graphrt")
+    for option in ([], ["--json"]):
+        text = run("show", folder.parent.name, *option)
+        assert "\x1b" not in text and "no piece of this version" in text
+
+
+@pytest.mark.parametrize("folder", ["~no_such_user/x", "x" * 5000])
+def test_a_folder_that_no_folder_can_be_is_named(monkeypatch: pytest.MonkeyPatch, folder: str):
+    monkeypatch.setenv("GRAPHRT_CACHE_DIR", folder)
+    with pytest.raises(InvalidOptionError, match="folder of the compile cache"):
+        default_directory()

@@ -107,7 +107,7 @@ def killed_at(number: int, torn: bool, work: Callable[[Path], None], directory: 
 @pytest.mark.parametrize(
     ("work", "filled", "torn"),
     [
-        pytest.param(write, False, False, id="write"),
+        pytest.param(write, False, False, id="write", marks=pytest.mark.long),
         # One function writes both formats: the last ones notice a sync that is left out.
         pytest.param(write, False, True, id="write torn", marks=pytest.mark.long),
         pytest.param(write_unpacked, False, False, id="write unpacked", marks=pytest.mark.long),

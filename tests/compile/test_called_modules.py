@@ -173,7 +173,7 @@ def test_recapture_uses_replaced_weights_of_compiled_modules(module, way, mode):
         torch.manual_seed(1)
         other = Parted()
         module.load_state_dict(other.state_dict(), assign=True)
-        with pytest.raises(StaleInputError, match="weights are not where"):
+        with pytest.raises(StaleInputError, match="tensors were replaced after"):
             run.weights_changed()
         run.recapture()
         run.weights_changed()

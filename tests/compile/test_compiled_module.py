@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from graphrt.compile import (
 from graphrt.core.base import tree
 from graphrt.core.base.errors import InvalidOptionError
 from tests import starts
+from tests.draws import rest_long
 from tests.models.llama import Llama, step_inputs
 
 SHAPES = ("backed", "unbacked", "backed_size_oblivious")
@@ -58,8 +60,10 @@ def test_sixteen_layers_give_seventeen_pieces_of_three_distinct_graphs():
     assert [piece.splitting for piece in compiled.pieces] == [n % 2 == 1 for n in range(33)]
 
 
-@pytest.mark.parametrize("shapes", SHAPES)
-@pytest.mark.parametrize("first", [1, 5])
+@pytest.mark.parametrize(
+    ("shapes", "first"),
+    rest_long(product(SHAPES, [1, 5]), ("backed", 1), *((shapes, 5) for shapes in SHAPES)),
+)
 def test_a_single_trace_gives_eager_results_at_every_batch_size(llama, shapes, first):
     expected = {n: reference(llama, **step_inputs(n)) for n in range(1, 13)}
     compiled = compile_module(llama, options=options(dynamic_shapes=shapes))

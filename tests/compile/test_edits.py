@@ -16,6 +16,7 @@ import pytest
 
 from tests.compile import edits_served
 from tests.compile.edits import AROUND, EDITS, HIT, MISS, PROGRAMS, Edit
+from tests.draws import rest_long
 
 pytest.importorskip("triton")
 
@@ -143,9 +144,30 @@ def starts(
     made.close()
 
 
+KEPT = (
+    "nothing",
+    "a constant that is read by traced code",
+    "a submodule's attribute",
+    "a method of a class replaced by another file",
+    "the kernel of a custom operator",
+    "what an opaque operator calls",
+    "a closure of a composite operator",
+    "a variable of the environment that a composite operator reads",
+    "a decomposition",
+    "a constant of a function that the graph calls",
+    "a Triton kernel",
+    "autocast",
+    "a setting of Inductor",
+    "a source that is gone",
+    "the program moved, a composite operator",
+)
+"""One edit for each part of the key; test_cache_key.py and test_key_of_called_code.py have the
+others in one process."""
+
+
 @pytest.mark.parametrize(
     "edit",
-    [*EDITS, *(pytest.param(each, marks=pytest.mark.long) for each in edits_served.EDITS)],
+    rest_long([*EDITS, *edits_served.EDITS], *KEPT, name=lambda edit: edit.name),
     ids=lambda edit: edit.name,
 )
 def test_a_second_start_after_an_edit_hits_or_misses_as_the_table_says(starts: Starts, edit: Edit):
@@ -197,7 +219,7 @@ def test_a_truncated_piece_is_a_miss_and_is_stored_again(starts: Starts):
 FULL = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
 
 
-@pytest.mark.parametrize("bytes_left", [0, 100])
+@pytest.mark.parametrize("bytes_left", [pytest.param(0, marks=pytest.mark.long), 100])
 def test_a_full_disk_is_a_miss_that_stores_nothing(starts: Starts, tmp_path: Path, bytes_left: int):
     if starts.compiler == "inductor":
         pytest.skip("Inductor itself needs the disk")

@@ -55,7 +55,7 @@ def test_a_retrace_error_names_the_changed_value():
     with pytest.raises(RetraceError, match=r"module\.scale is not as it was") as caught:
         compiled(rows())
     assert caught.value.input == "module.scale"
-    assert "got: 3.0" in str(caught.value) and "expected: module.scale == 2.0" in str(caught.value)
+    assert "got: 3.0" in str(caught.value) and "expected: 2.0" in str(caught.value)
     model.scale = 2.0
     compiled(rows())
 

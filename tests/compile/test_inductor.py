@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_compile_runner import llama_runner
+from test_compile_runner import small_runner
 
 import graphrt
 from graphrt import Batch, GraphMode, GraphPool
@@ -16,6 +16,7 @@ from graphrt.compile import CompileError, CompileOptions, compile_module
 from graphrt.compile.backend import inductor
 from graphrt.compile.backend.choice import EagerBackend, backend_for
 from graphrt.compile.backend.inductor import size_conditions
+from tests.draws import rest_long
 from tests.models.llama import Llama, step_inputs
 
 needs_compiler = pytest.mark.skipif(
@@ -51,14 +52,14 @@ def symbolic(size: int) -> tuple[torch.Tensor, torch.SymInt]:
 def test_pieces_compiled_by_inductor_give_eager_results(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     torch.manual_seed(0)
-    model = Llama(layers=3)
+    model = Llama(layers=1)
     original = copy.deepcopy(model)
     pool = GraphPool("cpu")
     compiled = compile_module(model, pool=pool, options=options(tmp_path))
-    with llama_runner(model, pool) as runner:
+    with small_runner(model, pool) as runner:
         runner.capture()
         assert compiled.figures.backend == "inductor"
-        assert (compiled.figures.compilations, compiled.figures.loads) == (3, 0)
+        assert (compiled.figures.compilations, compiled.figures.loads) == (2, 0)
         for step, size in enumerate((1, 2, 3, 8, 11)):
             inputs = step_inputs(size, step=step)
             with torch.no_grad():
@@ -73,7 +74,7 @@ def test_pieces_compiled_by_inductor_give_eager_results(tmp_path, monkeypatch):
 
     again = compile_module(copy.deepcopy(original), options=options(tmp_path))
     again.ensure_compiled(**step_inputs(4))
-    assert (again.figures.compilations, again.figures.loads) == (0, 3)
+    assert (again.figures.compilations, again.figures.loads) == (0, 2)
     torch.testing.assert_close(
         again(**step_inputs(5)), original(**step_inputs(5)), rtol=1e-4, atol=1e-5
     )
@@ -133,7 +134,7 @@ def test_a_number_read_from_a_tensor_in_a_piece_is_passed_to_later_pieces(tmp_pa
 
 
 @needs_compiler
-@pytest.mark.parametrize("made", ["contiguous", "strided"])
+@pytest.mark.parametrize("made", [pytest.param("contiguous", marks=pytest.mark.long), "strided"])
 def test_writes_to_views_of_an_argument_are_right_at_other_sizes(tmp_path, made):
     """torch 2.13 takes the batch size for a constant where an element of `unbind` is written."""
 
@@ -182,7 +183,7 @@ def test_a_size_that_a_compiler_takes_for_a_constant_is_refused_by_name():
 
 
 @needs_compiler
-@pytest.mark.parametrize("started", ["cold", "warm"])
+@pytest.mark.parametrize("started", [pytest.param("cold", marks=pytest.mark.long), "warm"])
 def test_sizes_outside_the_conditions_of_the_code_run_uncompiled(
     tmp_path, caplog, monkeypatch, started
 ):
@@ -213,7 +214,7 @@ def test_sizes_outside_the_conditions_of_the_code_run_uncompiled(
 
 
 @needs_compiler
-@pytest.mark.parametrize("example", [8, 5000])
+@pytest.mark.parametrize("example", [pytest.param(8, marks=pytest.mark.long), 5000])
 def test_a_sum_over_the_batch_runs_compiled_at_few_and_many_rows(tmp_path, caplog, example):
     def forward(x):
         return x.sum(0), x.softmax(0), x.sum()
@@ -258,7 +259,7 @@ def last_rows(x: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
 
 
 @needs_compiler
-@pytest.mark.parametrize("first", [2, 3, 5, 7, pytest.param(13, marks=pytest.mark.long)])
+@pytest.mark.parametrize("first", rest_long([2, 3, 5, 7, 13], 3))
 def test_gathering_last_rows_is_right_whatever_the_rows_of_the_first_call(first, tmp_path):
     dims = {"x": {0: "tokens"}, "starts": {0: "reqs"}}
     compiled = compile_module(last_rows, dims, options=options(tmp_path))
@@ -267,6 +268,8 @@ def test_gathering_last_rows_is_right_whatever_the_rows_of_the_first_call(first,
         assert torch.equal(compiled(x, starts), last_rows(x, starts))
 
 
+# test_unknown_sizes.py has such refusals without Inductor.
+@pytest.mark.long
 @needs_compiler
 def test_a_refused_first_call_of_two_rows_advises_ensure_compiled(tmp_path):
     def between(x: torch.Tensor) -> torch.Tensor:

@@ -216,7 +216,7 @@ class Whisper(nn.Module):
         return outputs.logits[:, -1]
 
 
-@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+@pytest.mark.parametrize("mode", [pytest.param("FULL", marks=pytest.mark.long), "PIECEWISE"])
 def test_a_whisper_decoder_is_compiled_and_served_by_graphs(mode):
     pytest.importorskip("transformers", reason="transformers is not installed")
     model, twin, pool = Whisper(), Whisper(), GraphPool("cpu")

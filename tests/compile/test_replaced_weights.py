@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import shutil
 import warnings
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from torch import nn
 from graphrt import Batch, GraphOptions, GraphPool, GraphRunner, InputSpec, Reason
 from graphrt.compile import CompileOptions, RetraceError, compile_module, opaque
 from graphrt.core.base.errors import GraphQuarantinedWarning, StaleInputError
+from tests.draws import rest_long
 
 WIDTH = 8
 SIZES = (4, 3, 2, 1)
@@ -154,18 +156,25 @@ OTHERS = (untied, untied_at_its_root, loaded, no_bias)
 """For these another trace would be needed."""
 UNSEEN = (more_layers,)
 """Nothing that graphs read is elsewhere: the host has to say it."""
+ONE_OF_EACH = (
+    other_weight,
+    other_data,
+    other_buffer,
+    other_layer,
+    other_list,
+    tied,
+    untied,
+    no_bias,
+)
 Change = Callable[[Model], None]
 
 
-def in_both_modes(changes: Sequence[Change]) -> list[Any]:
-    """Every change in whole graphs. In pieces, which read the same places, one of each sort; the
-    rest is for `-m long`."""
-    kept = (other_weight, other_layer, untied, more_layers)
-    pieces = [
-        pytest.param(change, "PIECEWISE", marks=[] if change in kept else [pytest.mark.long])
-        for change in changes
-    ]
-    return [*((change, "FULL") for change in changes), *pieces]
+def in_both_modes(changes: Sequence[Change], whole: Sequence[Change]) -> list[Any]:
+    """Changes in whole graphs and in pieces, which read the same places. Beyond `whole`, and one
+    of each sort in pieces, they are for `-m long`."""
+    pieces = [change for change in (other_weight, other_layer, untied) if change in changes]
+    kept = [*((change, "FULL") for change in whole), *((change, "PIECEWISE") for change in pieces)]
+    return rest_long(itertools.product(changes, ("FULL", "PIECEWISE")), *kept)
 
 
 def captured(
@@ -180,7 +189,7 @@ def captured(
     runner = GraphRunner(
         model,
         mode=mode,
-        sizes=[2, 4],
+        sizes=[4],
         inputs={"x": InputSpec(torch.float32, ("tokens", WIDTH))},
         outputs=("tokens", WIDTH),
         pool=pool,
@@ -204,7 +213,7 @@ def step(model: Model, runner: GraphRunner, rows: int) -> bool:
         return torch.allclose(runner(Batch(rows, rows, 1), x=x), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize(("change", "mode"), in_both_modes([*FOLLOWED, *OTHERS]))
+@pytest.mark.parametrize(("change", "mode"), in_both_modes([*FOLLOWED, *OTHERS], ONE_OF_EACH))
 def test_after_a_replacement_quarantined_steps_use_the_new_weights(change, mode, tmp_path):
     model, runner = captured(change, mode, "eager", "capture", str(tmp_path))
     with runner:
@@ -216,7 +225,9 @@ def test_after_a_replacement_quarantined_steps_use_the_new_weights(change, mode,
 
 
 @pytest.mark.parametrize("level", ["capture", pytest.param("always", marks=pytest.mark.long)])
-@pytest.mark.parametrize(("change", "mode"), in_both_modes([*FOLLOWED, *OTHERS, *UNSEEN]))
+@pytest.mark.parametrize(
+    ("change", "mode"), in_both_modes([*FOLLOWED, *OTHERS, *UNSEEN], [*ONE_OF_EACH, *UNSEEN])
+)
 def test_weights_changed_raises_for_a_replacement_and_steps_use_the_new_weights(
     change, mode, level, tmp_path
 ):
@@ -236,7 +247,7 @@ def test_weights_changed_raises_for_a_replacement_with_checks_off(change, tmp_pa
         runner.weights_changed()
 
 
-@pytest.mark.parametrize("change", FOLLOWED)
+@pytest.mark.parametrize("change", rest_long(FOLLOWED, *set(ONE_OF_EACH) & {*FOLLOWED}))
 def test_a_recapture_serves_replaced_weights_from_graphs(change, tmp_path):
     model, runner = captured(change, "FULL", "eager", "capture", str(tmp_path))
     with runner:

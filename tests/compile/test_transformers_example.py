@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import shutil
 import types
 import warnings
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from graphrt import GraphMode, Reason
+from tests.draws import rest_long
 from tests.models.families import FAMILIES, SHARED, VOCAB, Family
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -108,9 +110,14 @@ def check_decode(
     assert len(seen) > 6, "a decode that repeats itself proves little"
 
 
-@pytest.mark.parametrize("padding", [3, pytest.param(0, marks=pytest.mark.long)])
-@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
-@pytest.mark.parametrize("name", ASKED)
+@pytest.mark.parametrize(
+    ("name", "mode", "padding"),
+    rest_long(
+        itertools.product(ASKED, ("FULL", "PIECEWISE"), PADDED.values()),
+        ("llama", "FULL", 3),
+        ("gpt_oss", "PIECEWISE", 3),
+    ),
+)
 def test_the_compiled_transformers_example_decodes_the_tokens_of_eager(recipe, name, mode, padding):
     check_decode(recipe, name, mode, padding)
 

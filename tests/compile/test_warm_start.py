@@ -235,6 +235,7 @@ def inductor_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "inductor"
 
 
+@pytest.mark.long
 @needs_compiler
 def test_libraries_that_inductor_had_built_before_are_stored_in_the_cache(
     tmp_path: Path, inductor_directory: Path
@@ -298,6 +299,7 @@ def test_code_that_inductor_cannot_load_is_compiled_again(
     assert codecache.CppCodeCache.load_async.__func__ is load_async
 
 
+@pytest.mark.long
 @needs_compiler
 def test_an_error_of_the_temporary_directory_rejects_no_cached_piece(
     tmp_path: Path, inductor_directory: Path, monkeypatch: pytest.MonkeyPatch

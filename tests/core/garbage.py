@@ -40,6 +40,7 @@ from graphrt import (
     eager_break,
     forward_context,
     get_platform,
+    graphed,
     wrapper_class,
 )
 from graphrt.platforms import (
@@ -168,15 +169,15 @@ def runner(**more: Any) -> GraphRunner:
     return GraphRunner(plus, **{**arguments, "platform": "cpu", **more})
 
 
-_RUNNERS: dict[str, GraphRunner] = {}
+RUNNERS: dict[str, GraphRunner] = {}
 
 
 def captured() -> GraphRunner:
     """One runner for all calls, as hosts have."""
-    if "one" not in _RUNNERS:
-        _RUNNERS["one"] = runner()
-        _RUNNERS["one"].capture()
-    return _RUNNERS["one"]
+    if "one" not in RUNNERS:
+        RUNNERS["one"] = runner()
+        RUNNERS["one"].capture()
+    return RUNNERS["one"]
 
 
 def of_runner(name: str, /, **right: Any) -> Target:
@@ -251,7 +252,7 @@ def task() -> UpdatableTask:
 
 def tasked_step(updates: Any) -> Any:
     """A step whose forward has a task."""
-    if "tasks" not in _RUNNERS:
+    if "tasks" not in RUNNERS:
         fill = UpdatableTask(
             "fill",
             lambda out, lens: out.fill_(len(lens)),
@@ -264,7 +265,7 @@ def tasked_step(updates: Any) -> Any:
             fill(out)
             return out + x
 
-        _RUNNERS["tasks"] = GraphRunner(
+        RUNNERS["tasks"] = GraphRunner(
             forward,
             inputs={"x": InputSpec(torch.float32, ("reqs", 4))},
             outputs=("reqs", 4),
@@ -273,8 +274,8 @@ def tasked_step(updates: Any) -> Any:
             platform="cpu",
             options=GraphOptions(check="off"),
         )
-        _RUNNERS["tasks"].capture()
-    return _RUNNERS["tasks"](Batch(2, 2, 1), x=torch.ones(2, 4), updates=updates)
+        RUNNERS["tasks"].capture()
+    return RUNNERS["tasks"](Batch(2, 2, 1), x=torch.ones(2, 4), updates=updates)
 
 
 def slot_get(name: Any) -> Any:
@@ -282,11 +283,11 @@ def slot_get(name: Any) -> Any:
 
 
 def compiled_call(x: Any) -> Any:
-    if "compiled" not in _RUNNERS:
+    if "compiled" not in RUNNERS:
         made = graphrt.compile.compile_module(plus, {"x": 0}, graphs=False)
         made(torch.ones(3, 4))
-        _RUNNERS["compiled"] = made  # type: ignore[assignment]
-    return _RUNNERS["compiled"](x)
+        RUNNERS["compiled"] = made  # type: ignore[assignment]
+    return RUNNERS["compiled"](x)
 
 
 def break_of(function: Any) -> Any:
@@ -410,6 +411,10 @@ TARGETS: dict[str, Target] = {
             },
         )
     ),
+    "graphed": constructor(
+        graphed, model=plus, inputs=torch.ones(2, 4), sizes=[2], axes={"x": ("rows",)}
+    ),
+    "GraphRunner.measure": of_runner("measure", sizes=[2]),
     "GraphRunner()": step_of(batch=Batch(2), x=torch.ones(2, 4)),
     "GraphRunner() by shapes": step_of(batch=None, x=torch.ones(2, 4)),
     "GraphRunner() too large": step_of(batch=Batch(9), x=torch.ones(9, 4)),

@@ -316,7 +316,7 @@ def test_a_growing_cache_is_advised_a_static_cache_that_works():
         )
 
     advice = advice_of(made, transformers.DynamicCache(config=config))
-    assert "StaticCache" in advice and "run the forward once" in advice
+    assert "StaticCache" in advice and "call the forward once" in advice
     cache = transformers.StaticCache(config=config, max_cache_len=8)
     token = torch.tensor([3])
     with torch.no_grad():

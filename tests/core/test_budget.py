@@ -273,9 +273,9 @@ def test_sizes_chosen_by_traffic_pad_nearly_as_little_as_the_optimum() -> None:
 
 def test_fitting_sizes_to_sixty_thousand_batch_sizes_takes_less_than_five_seconds() -> None:
     traffic = {size: 1 / size for size in range(1, 60_000)}
-    started = time.process_time()
+    started = time.thread_time()
     assert len(fitted_sizes(tuple(range(1, 60_000, 6000)), traffic)) == 10
-    assert time.process_time() - started < 5
+    assert time.thread_time() - started < 5
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,10 @@ def test_a_device_graph_that_reads_a_host_argument_tensor_is_refused():
 
 
 def test_an_empty_host_argument_tensor_is_allowed_in_a_device_graph():
-    check([torch.ones(0)], ADD, (torch.ones(0), torch.ones(0)))
+    empty, full = torch.ones(0), torch.ones(4)
+    check([empty], ADD, (empty, empty))
+    with pytest.raises(RefusedOpError, match="lies on the host"):
+        check([empty, full], ADD, (empty, full))
 
 
 @pytest.mark.parametrize("own", [False, True])

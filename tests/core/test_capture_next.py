@@ -167,6 +167,7 @@ def test_after_the_last_capture_next_the_runner_is_sealed():
     assert all(wrapper._sealing.closed for wrapper in run.graphs.owners())
 
 
+@pytest.mark.trust
 @pytest.mark.parametrize("check", ["capture", "first"])
 def test_after_the_last_capture_next_the_same_graphs_await_trial_as_after_capture(check):
     apart, at_once = (several(options=GraphOptions(check=check)) for _ in range(2))
@@ -178,6 +179,7 @@ def test_after_the_last_capture_next_the_same_graphs_await_trial_as_after_captur
     assert tried[0] == tried[1]
 
 
+@pytest.mark.trust
 def test_the_smallest_graph_captured_until_now_gets_no_extra_trial():
     run = several()
     for _ in range(3):
@@ -192,6 +194,7 @@ def example(batch: Batch, generator: torch.Generator) -> Example:
     return Example({"x": torch.rand(batch.num_tokens, 4, generator=generator)})
 
 
+@pytest.mark.trust
 def test_examples_are_tried_only_after_the_last_capture_next():
     run = several(host=Host(example=example))
     for _ in range(3):
@@ -202,6 +205,7 @@ def test_examples_are_tried_only_after_the_last_capture_next():
     assert tried == {1, 8}
 
 
+@pytest.mark.trust
 def test_a_failed_trial_after_the_last_graph_releases_all_graphs_once():
     def mixes(x):
         return x + x.mean()
@@ -327,6 +331,7 @@ def test_weights_replaced_between_two_calls_are_refused_until_recapture():
     assert sizes_of(run) == [8, 4, 2, 1]
 
 
+@pytest.mark.trust
 def test_capture_next_under_other_autocast_settings_is_refused():
     run = several(lambda x: torch.mm(x, x.new_ones(4, 4)))
     run.capture_next()
@@ -336,6 +341,7 @@ def test_capture_next_under_other_autocast_settings_is_refused():
     assert captured_by(run) == [4]
 
 
+@pytest.mark.trust
 def test_a_lazy_step_under_other_autocast_settings_captures_no_graph():
     run = several(lambda x: torch.mm(x, x.new_ones(4, 4)), options=GraphOptions(lazy=True))
     run(x=rows(8))
@@ -474,6 +480,7 @@ class Counting(torch.nn.Module):
         return [self.found.clone(), self.rows[1:].clone(), self.declared[0].clone()]
 
 
+@pytest.mark.trust
 @pytest.mark.parametrize("check", ["off", "capture"])
 def test_captures_between_steps_leave_state_and_random_numbers_unchanged(check):
     models = Counting(), Counting()
@@ -524,6 +531,7 @@ def test_each_capture_next_enters_the_capture_context_and_enables_garbage_collec
     assert run.pool.owner is None
 
 
+@pytest.mark.trust
 def test_state_written_only_at_a_small_size_is_restored_after_its_capture():
     state = torch.zeros(2)
 
@@ -537,6 +545,7 @@ def test_state_written_only_at_a_small_size_is_restored_after_its_capture():
     assert state.tolist() == [0, 0]
 
 
+@pytest.mark.trust
 def test_state_rows_written_only_at_certain_sizes_are_restored():
     state = torch.zeros(4, 4)
 
@@ -551,6 +560,7 @@ def test_state_rows_written_only_at_certain_sizes_are_restored():
     assert torch.equal(state, torch.zeros(4, 4))
 
 
+@pytest.mark.trust
 def test_only_the_warm_up_of_the_largest_size_is_remembered():
     state = torch.zeros(1)
 

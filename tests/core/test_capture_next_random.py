@@ -204,6 +204,7 @@ class World:
             self.same_state()
 
 
+@pytest.mark.trust
 @pytest.mark.draws
 @settings(max_examples=20 * MORE, deadline=None)
 @given(SETTINGS, ACTIONS)
@@ -215,6 +216,7 @@ def test_random_steps_captures_and_failures_match_an_eager_model(how, actions):
     world.run.close()
 
 
+@pytest.mark.trust
 @pytest.mark.parametrize("ring", [False, True])
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "FULL_AND_PIECEWISE"])
 def test_steps_of_every_size_after_each_capture_match_an_eager_model(mode, ring):

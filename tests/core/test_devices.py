@@ -69,6 +69,7 @@ class Devices(CpuPlatform):
         return devices
 
 
+@pytest.mark.trust
 def test_all_platform_calls_of_a_runner_are_made_on_its_device():
     devices, ran = Devices(), set()
 

@@ -256,6 +256,7 @@ def test_more_than_a_thousand_changes_are_cut_to_a_single_unnamed_change() -> No
     assert (held, None) in changes
 
 
+@pytest.mark.trust
 @watched
 def test_all_watches_share_a_single_python_watcher_id() -> None:
     # In a process of its own: a runner that another test has left holds an id.
@@ -349,6 +350,7 @@ def test_a_watch_stays_right_while_other_threads_change_its_dicts() -> None:
     assert all("scale" in keys_of(watch) for watch in watches)
 
 
+@pytest.mark.trust
 @watched
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing forks here")
 def test_a_forked_child_notes_no_changes_until_its_watch_is_aimed_again() -> None:
@@ -374,6 +376,7 @@ sys.exit(os.waitstatus_to_exitcode(status))
     assert starts.run("-c", script).returncode == 0
 
 
+@pytest.mark.trust
 @watched
 def test_a_watch_still_active_at_interpreter_exit_causes_no_error() -> None:
     script = """

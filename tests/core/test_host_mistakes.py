@@ -237,6 +237,7 @@ def verified(runner: GraphRunner, batch: Batch, values: Any, updates: Any) -> An
     return runner.verify(batch, updates=updates, **values)
 
 
+@pytest.mark.trust
 @pytest.mark.parametrize("call", [padded_eagerly, verified])
 def test_unchanged_after_a_failed_call_with_updates_is_refused(call):
     task = UpdatableTask(

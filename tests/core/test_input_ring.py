@@ -349,6 +349,7 @@ def test_a_failed_capture_leaves_no_pending_fetch_in_the_ring():
         assert torch.equal(runner(x=x), x + 1)
 
 
+@pytest.mark.trust
 def test_trials_and_verify_work_with_inputs_fetched_in_the_graph():
     state = torch.zeros(4)
 

@@ -41,7 +41,7 @@ from graphrt.cpu.tape import refusals
 from tests.draws import MORE
 
 SEED = int(os.environ.get("GRAPHRT_TEST_SEED", "0"))
-COUNT = 4 * MORE
+COUNT = 2 * MORE
 """How many interrupts of each kind and way."""
 
 NUMPY = torch.Tensor.numpy
@@ -288,7 +288,8 @@ def test_output_axes_forgotten_by_an_interrupted_recapture_are_found_again(line)
     assert interrupt("recapture", call) == (line < 5)
 
 
-@pytest.mark.draws
+# Its times are nobody's to repeat: `make test` has the same interrupts by place.
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_after_an_interrupt_signal_at_any_time_the_runner_still_works(kind):
     rng = random.Random(f"{SEED} {kind}")

@@ -199,6 +199,7 @@ def listed(served: GraphRunner) -> list[int]:
     return sizes
 
 
+@pytest.mark.trust
 @pytest.mark.parametrize("by", ["pool", "wrapper"])
 def test_batches_of_a_dropped_graph_go_to_the_next_larger_one_until_it_is_captured_again(by):
     served, runs = counting_runner()
@@ -218,6 +219,7 @@ def test_capture_next_captures_a_dropped_graph_again():
     assert served_by(served, runs) == 4
 
 
+@pytest.mark.trust
 @pytest.mark.parametrize("by", ["pool", "wrapper"])
 def test_after_clear_graphs_steps_are_eager_and_capture_captures_all_again(by):
     served, runs = counting_runner()

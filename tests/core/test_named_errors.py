@@ -138,7 +138,7 @@ def test_a_malformed_input_spec_is_refused_by_its_constructor(arguments):
         {"x": (torch.float32, ("tokens",))},
         {"x": "tokens"},
         {"x": None},
-        {"x": torch.ones(2, 4)},
+        {"x": torch.ones(1, 4)},
         {3: X},
         {"": X},
         {"a.b": X},
@@ -242,10 +242,14 @@ def run(request):
 )
 @pytest.mark.parametrize("call", ["__call__", "verify"])
 def test_a_first_positional_argument_that_is_no_batch_is_refused(run, call, given):
-    with pytest.raises(InvalidBatchError, match="Batch"):
+    error, text = InvalidBatchError, "Batch"
+    if isinstance(given, torch.Tensor) and call == "__call__":
+        error, text = InvalidInputError, "x by name"
+    with pytest.raises(error, match=text):
         getattr(run, call)(given, x=rows(2))
-    with pytest.raises(InvalidBatchError, match="Batch"):
-        run(given, x=rows(2), agreed=BatchDescriptor(2))
+    if call == "__call__":
+        with pytest.raises(error, match=text):
+            run(given, x=rows(2), agreed=BatchDescriptor(2))
     assert torch.equal(run(x=rows(2)), rows(2, 2.0))
 
 
@@ -307,6 +311,7 @@ def test_wrong_inputs_of_a_batch_larger_than_the_buffers_are_refused(run, value,
 # Shapes that are seldom --------------------------------------------------------------------------
 
 
+@pytest.mark.trust
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_verify_works_on_an_output_that_is_a_column(mode, count):
@@ -315,6 +320,7 @@ def test_verify_works_on_an_output_that_is_a_column(mode, count):
     assert run.verify(x=rows(count)).tolist() == [2.0] * count
 
 
+@pytest.mark.trust
 @pytest.mark.parametrize("pad", [0, "repeat"])
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_a_strided_column_of_a_larger_tensor_is_accepted_as_an_input(pad, count):
@@ -325,6 +331,7 @@ def test_a_strided_column_of_a_larger_tensor_is_accepted_as_an_input(pad, count)
     assert torch.equal(run.verify(x=column), column + 1)
 
 
+@pytest.mark.trust
 @pytest.mark.parametrize("pad", [0, "repeat"])
 @pytest.mark.parametrize("shape", [("tokens", 0), (0, "tokens")], ids=repr)
 def test_inputs_and_outputs_with_a_dimension_of_zero_work(shape, pad):
@@ -339,6 +346,7 @@ def test_inputs_and_outputs_with_a_dimension_of_zero_work(shape, pad):
 # Breaks ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.trust
 @pytest.mark.parametrize("operator", ["aten::add", "aten::sum", "aten::index", "aten::add.Tensor"])
 def test_an_operator_with_some_torchscript_only_overloads_can_be_a_break(operator):
     run = runner(
@@ -409,6 +417,7 @@ def test_eager_break_on_a_non_callable_raises():
         eager_break(3)
 
 
+@pytest.mark.trust
 def test_an_operator_break_inside_an_eager_break_function_works():
     @eager_break
     def middle(x):

@@ -85,7 +85,7 @@ def test_a_package_without_the_extension_says_how_to_build_the_extension(tmp_pat
         ("graphrt/core/runner/engine.py", "# A comment.", True),
         ("graphrt/core/runner/engine.py", '"""A text."""', True),
         ("graphrt/core/runner/engine.py", "x = 1", False),
-        ("graphrt/trust/glances.py", "x = 1", False),
+        pytest.param("graphrt/trust/glances.py", "x = 1", False, marks=pytest.mark.trust),
         ("native/path.c", "", False),
     ],
 )
@@ -124,6 +124,7 @@ def test_an_extension_is_used_in_a_package_without_trust(built: Path, tmp_path: 
     assert done.stdout.splitlines() == ["False: in use"]
 
 
+@pytest.mark.trust
 def test_the_package_computes_each_source_fingerprint_of_the_extension() -> None:
     names = fingerprints(ROOT / "graphrt")
     assert {*names} == {"TWINS", "TRUST", "SOURCES"}

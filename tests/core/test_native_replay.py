@@ -57,6 +57,7 @@ for kind in None, native:
 """
 
 
+@pytest.mark.trust
 def test_inputs_that_require_gradients_are_served_alike_in_c_and_python(built: Path) -> None:
     expected = "0 0 0 0 0 0 1 0 0 0 1 0 1 0 0 0"
     assert run(GRADED, built).splitlines() == [expected, expected]
@@ -224,6 +225,7 @@ for nested in (
 """
 
 
+@pytest.mark.trust
 def test_nested_and_interrupted_steps_behave_alike_in_c_and_python(built: Path) -> None:
     assert run(NESTED, built).splitlines() == [
         "('busy', 2)",

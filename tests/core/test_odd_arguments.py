@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from garbage import GARBAGE, TARGETS, Target, parameters
+from garbage import GARBAGE, RUNNERS, TARGETS, Target, parameters
 
 import graphrt
 from graphrt import GraphRTError
@@ -17,6 +17,13 @@ from graphrt.types import PlanArguments
 
 OF_PLANS = tuple(PlanArguments.__annotations__)
 """What a runner and a plan take beside the names of their signatures."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_runner_stays() -> Iterator[None]:
+    """One that lives on keeps this process's watcher of dicts, which tests elsewhere take away."""
+    yield
+    RUNNERS.clear()
 
 
 @pytest.fixture(autouse=True)
@@ -80,6 +87,7 @@ UNTRIED = {
     "RunnerReport",
     "SegmentHooks",
     "GraphRTError",
+    "Graphed",
     # Without arguments.
     "current_context",
     "current_platform",

@@ -166,6 +166,7 @@ def test_pieces_after_a_dropped_piece_run_eagerly_until_all_are_recaptured(kept,
     assert [dict(piece.eager_calls) for piece in pieces] == eager
 
 
+@pytest.mark.trust
 def test_a_moved_argument_of_a_piece_that_reads_pool_memory_is_refused():
     host = Host(False, "always")
     pieces, x = [host.piece(layer) for layer in LAYERS[:2]], torch.randn(4, 8)

@@ -316,7 +316,7 @@ def test_a_broken_entry_point_does_not_stop_the_remaining_plugins_from_loading(
     assert scans == []
     with pytest.warns(PluginWarning, match="left out") as warned:
         known_platforms.platforms()
-    with pytest.warns(PluginWarning, match="'mine' of the installed plugin good is the default"):
+    with pytest.warns(PluginWarning, match="'mine' of plugin good is the default"):
         assert known_platforms.current({}).name == "mine"
     assert scans == ["graphrt"] and len(warned) == 2
     errors = {each.plugin: each.error for each in known_platforms.platforms()}
@@ -377,7 +377,7 @@ def test_a_plugin_that_becomes_the_default_unnamed_is_warned_of_once(
         assert [known_platforms.current({}).name for _ in range(3)] == ["one"] * 3
     (warning,) = warned
     text = str(warning.message)
-    assert "'one' of the installed plugin one is the default here: module stub_one. To keep" in text
+    assert "'one' of plugin one is the default here: module stub_one. To keep" in text
     assert "GRAPHRT_PLATFORM=one" in text and "GRAPHRT_PLUGINS=off" in text
     assert warning.filename == __file__
     assert two_installed == ["one", "two"]
@@ -499,7 +499,7 @@ def raising_entry_point(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_a_plugin_that_raises_systemexit_on_import_is_left_out(raising_entry_point: Any) -> None:
     known_platforms = raising_entry_point(SystemExit("no driver"))
-    with pytest.warns(PluginWarning, match="no driver"):
+    with pytest.warns(PluginWarning, match=r"no driver.*GRAPHRT_PLUGINS=off"):
         (broken,) = known_platforms.platforms()
     assert broken.platform is None and "SystemExit" in broken.error
 

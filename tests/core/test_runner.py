@@ -189,6 +189,7 @@ def test_capture_reports_progress_before_each_graph_and_at_the_end():
     assert seen == [(0, 2), (1, 2), (2, 2)]
 
 
+@pytest.mark.trust
 def test_weights_changed_refuses_a_replaced_weight_and_recapture_reads_the_new_weight():
     weight = torch.nn.Linear(4, 4, bias=False)
     captured = runner(lambda x: weight(x))
@@ -335,6 +336,7 @@ def test_a_declared_counter_advances_equally_in_full_piecewise_and_eager_mode():
     assert make("FULL") == make("PIECEWISE") == make("NONE") == [1.0, 2.0, 3.0, 4.0]
 
 
+@pytest.mark.trust
 def test_verify_advances_declared_state_once_and_returns_the_steps_output():
     counter = torch.zeros(())
 
@@ -354,6 +356,7 @@ def test_verify_advances_declared_state_once_and_returns_the_steps_output():
     assert counter == 2
 
 
+@pytest.mark.trust
 def test_verify_finds_a_changed_python_value_that_the_graph_baked_in():
     scale = [2.0]
     captured = runner(lambda x: x * scale[0])
@@ -387,6 +390,7 @@ def test_graphs_that_exceed_pool_memory_are_dropped_and_captured_graphs_stay(str
     assert torch.equal(captured(x=rows(2)), rows(2, 2.0))
 
 
+@pytest.mark.trust
 @pytest.mark.parametrize("declared", [True, False])
 def test_state_within_the_memory_limit_is_saved_and_restored_around_captures(declared):
     # A static cache of 16 rows: more than 64 MiB, of a device that has it many times over.
@@ -469,6 +473,7 @@ def test_bad_inputs_of_a_step_raise_and_the_next_step_works(arguments, error, te
 OWN = torch.Generator()
 
 
+@pytest.mark.trust
 @pytest.mark.parametrize(
     ("draw", "options", "may_draw"),
     [
@@ -500,6 +505,7 @@ def test_a_capture_learns_from_its_warm_up_whether_the_forward_draws_random_numb
     assert seen == [may_draw, may_draw]
 
 
+@pytest.mark.trust
 def test_a_forward_that_draws_only_at_the_smaller_size_is_known_to_draw():
     seen = []
 
@@ -532,6 +538,7 @@ def test_a_forward_that_caches_only_its_last_size_is_captured_in_both_modes():
     assert torch.equal(captured(x=rows(3)), rows(3, 2.0))
 
 
+@pytest.mark.trust
 def test_state_written_at_only_one_size_is_restored_after_captures_of_both_modes():
     counts = {size: torch.zeros(1) for size in (2, 3, 4)}
 
@@ -575,6 +582,7 @@ def test_a_capture_leaves_the_hosts_random_generator_state_unchanged(lazy, warmu
     assert captured.last_dispatch.reason is Reason.HIT
 
 
+@pytest.mark.trust
 def test_the_printed_report_counts_no_padding_for_quarantined_eager_steps():
     mixing = runner(lambda x: x - x.mean(0))
     mixing.capture()
@@ -595,6 +603,7 @@ def test_the_printed_report_counts_no_padding_for_quarantined_eager_steps():
     assert "Steps: 3: 1 TOO_LARGE, 2 QUARANTINED" in str(mixing.report())
 
 
+@pytest.mark.trust
 def test_verify_sets_last_dispatch_to_the_verified_step():
     captured = runner()
     captured.capture()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -45,7 +47,7 @@ from graphrt.core.base.errors import (
     PoolClosedError,
     StaleInputError,
 )
-from graphrt.core.device.contract import EndedCaptureError
+from graphrt.core.device.contract import Capability, EndedCaptureError
 from graphrt.core.replay.recording import current_capture
 from graphrt.cpu import CPUGraphWrapper, CpuPlatform
 from graphrt.cuda.explain import explain
@@ -754,6 +756,7 @@ class Ended(CpuPlatform):
         return super().end_capture(graph)
 
 
+@pytest.mark.trust
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 def test_a_capture_that_another_thread_has_ended_is_made_once_more(mode):
     count = torch.zeros(1)
@@ -808,3 +811,59 @@ def test_the_memory_of_a_graph_without_room_is_free_for_the_smaller_ones(while_c
         run.capture()
     assert sum(held) == 0
     assert [each.descriptor.num_tokens for each in run.report().graphs] == [2, 1]
+
+
+class WithRoomInPool(Full):
+    """A full device, of whose memory graphs still have some. `in_pool` says whether allocations
+    come from there now."""
+
+    capabilities = Full.capabilities | {Capability.ALLOCATE_IN_POOL}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_pool = False
+
+    @contextmanager
+    def allocate_in(self, memory: Any) -> Iterator[None]:
+        self.in_pool = True
+        try:
+            yield
+        finally:
+            self.in_pool = False
+
+
+def with_room_at_two_rows(platform: WithRoomInPool, sizes: list[int], where: set[bool]) -> Any:
+    """A runner that has no room for 2 rows but `where` allocations come from the pool, or not."""
+    count = torch.zeros(1)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        count.add_(1)
+        if len(x) == 2 and current_capture() is None and platform.in_pool not in where:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return x + count
+
+    return runner(forward, platform=platform, sizes=sizes, host=Host(state=[count]))
+
+
+def test_a_size_with_room_in_the_memory_of_larger_graphs_is_warmed_up_there():
+    run = with_room_at_two_rows(WithRoomInPool(), [1, 2, 4], {True})
+    run.capture()
+    assert [each.descriptor.num_tokens for each in run.report().graphs] == [4, 2, 1]
+    assert not run.pool.platform.in_pool
+    # The first step is a trial, which runs the forward eagerly: at a size that has room.
+    for size, count in ((1, 2.0), (2, 3.0)):
+        assert torch.equal(run(x=rows(size)), rows(size, count))
+        assert run.last_dispatch.reason is Reason.HIT
+
+
+@pytest.mark.parametrize(
+    ("sizes", "where", "captured"),
+    [([1, 2], {True}, [1]), ([1, 2, 4], set(), [4, 1])],
+    ids=["no graph before it", "no room in the pool"],
+)
+def test_a_size_without_room_for_a_warm_up_in_the_pool_is_dropped(sizes, where, captured):
+    run = with_room_at_two_rows(WithRoomInPool(), sizes, where)
+    with pytest.warns(GraphsDroppedWarning, match="1 of"):
+        run.capture()
+    assert [each.descriptor.num_tokens for each in run.report().graphs] == captured
+    assert not run.pool.platform.in_pool

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from graphrt import HostArg, UpdatableTask
 from graphrt.core.replay.entry import Segment
 from graphrt.core.replay.tasks import CapturedTask
@@ -49,34 +47,3 @@ def test_a_failed_segment_update_keeps_the_previous_task_arguments():
     replayed.replay()
     assert [task.values for task in replayed.tasks] == [{"length": 0}] * 2
     assert platform.told == [(False, [{"length": 0}] * 2)]
-
-
-def likeness_of(spec: UpdatableTask, *args: Any, **kwargs: Any) -> object:
-    return CapturedTask(spec, "any name", None, args, kwargs, {"length": 0}).likeness()
-
-
-def test_tasks_have_equal_likeness_if_only_their_device_tensors_addresses_differ():
-    spec = UpdatableTask("attention", lambda **_: None, {"length": HostArg(None)})
-    on_device = [torch.empty(4, 2, device="meta") for _ in range(2)]
-    assert likeness_of(spec, on_device[0], 1, scale=0.5) == likeness_of(
-        spec, on_device[1], 1, scale=0.5
-    )
-    different = [
-        likeness_of(spec, on_device[0], 1, scale=0.5),
-        likeness_of(spec, on_device[0], 2, scale=0.5),
-        likeness_of(spec, on_device[0], 1.0, scale=0.5),
-        likeness_of(spec, on_device[0], True, scale=0.5),
-        likeness_of(spec, on_device[0], 1, scale=-0.0),
-        likeness_of(spec, on_device[0], 1, scale=0.0),
-        likeness_of(spec, on_device[0], 1, other=0.5),
-        likeness_of(spec, on_device[0].t(), 1, scale=0.5),
-        likeness_of(spec, on_device[0].half(), 1, scale=0.5),
-        likeness_of(spec, on_device[0], object(), scale=0.5),
-    ]
-    assert len(set(different)) == len(different)
-    # What is in host memory can be read by the task.
-    kept = [torch.zeros(1), torch.zeros(1)]
-    assert likeness_of(spec, kept[0]) != likeness_of(spec, kept[1])
-    assert likeness_of(spec, kept[0]) == likeness_of(spec, kept[0])
-    other = UpdatableTask("attention", lambda **_: None, {"length": HostArg(None)})
-    assert likeness_of(spec, 1) != likeness_of(other, 1)

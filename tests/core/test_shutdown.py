@@ -42,6 +42,7 @@ if sys.argv[3] == "cycle":
 """
 
 
+@pytest.mark.trust
 @pytest.mark.parametrize(
     ("check", "captured", "told"),
     [

@@ -25,6 +25,7 @@ from graphrt.core.base.errors import GraphsDroppedWarning, ResourceExhaustedErro
 from graphrt.core.runner.streams import WorkCount
 from graphrt.cpu import CpuPlatform
 from graphrt.platforms import GraphWork, StreamRoom
+from tests.draws import rest_long
 
 SIZES = [1, 2, 3, 4, 6, 8]
 FULL, PIECEWISE = GraphMode.FULL, GraphMode.PIECEWISE
@@ -109,7 +110,7 @@ def serves_every_batch(run: GraphRunner) -> None:
 
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"])
-@pytest.mark.parametrize(("more", "told"), [(0, None), (4, None), (4, 0)])
+@pytest.mark.parametrize(("more", "told"), rest_long([(0, None), (4, None), (4, 0)], (4, 0)))
 def test_graphs_that_fit_the_free_streams_serve_and_release_returns_all_streams(mode, more, told):
     for free in (0, 1, 2, 4, 5, 9, 14, 17, 31, 44):
         device = CountingPlatform(free, min(3, free // 4), more=more, told=told)

@@ -18,6 +18,7 @@ from graphrt import (
     GraphRunner,
     HostArg,
     InputSpec,
+    Reason,
     UpdatableTask,
     eager_break,
     forward_context,
@@ -181,7 +182,10 @@ def test_a_weight_at_a_reused_address_is_no_tensor_of_an_eager_part():
             x = x + weights[0] + weights[-1]
         return x
 
-    capture(forward, torch.ones(1024))
+    x = torch.ones(1024)
+    wrapper = capture(forward, x)
+    with forward_context("PIECEWISE", D4):
+        assert torch.equal(wrapper(x), torch.full_like(x, 3 * 2**16 - 2))
 
 
 def test_a_tensor_made_by_an_eager_part_of_another_runner_counts_as_a_weight():
@@ -200,7 +204,10 @@ def test_a_tensor_made_by_an_eager_part_of_another_runner_counts_as_a_weight():
 
     runner(lambda x: part(x) + 1)(x=torch.ones(4))
     weight = shared.kept
-    runner(lambda x: x + weight).capture()
+    reading = runner(lambda x: x + weight)
+    reading.capture()
+    assert torch.equal(reading(x=torch.ones(4)), torch.full((4,), 3.0))
+    assert reading.last_dispatch.reason is Reason.HIT
 
 
 def test_a_tensor_left_by_an_earlier_size_is_refused_without_warm_ups():

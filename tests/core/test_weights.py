@@ -79,6 +79,7 @@ def write(model: Scaled) -> None:
         model.linear.weight.copy_(torch.eye(4))
 
 
+@pytest.mark.trust
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("way", KNOWN)
@@ -137,6 +138,7 @@ def test_weights_of_a_scripted_module_are_tracked_only_through_its_parent_module
         run.weights_changed()
 
 
+@pytest.mark.trust
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("way", ["function", "engine's method"])
@@ -154,6 +156,7 @@ def test_a_watched_warm_up_finds_the_weights_that_a_function_reads(way, change, 
     run.weights_changed()
 
 
+@pytest.mark.trust
 @pytest.mark.parametrize("kind", ["dict", "list"])
 def test_weights_changed_finds_a_replaced_weight_in_a_list_or_dict(kind):
     weights: Any = {"w": torch.ones(4)} if kind == "dict" else [torch.ones(4)]
@@ -166,12 +169,19 @@ def test_weights_changed_finds_a_replaced_weight_in_a_list_or_dict(kind):
         run.weights_changed()
 
 
+@pytest.mark.trust
 def test_weights_changed_accepts_a_forward_that_reads_no_weights():
-    run = runner(lambda x: (x + 1).softmax(0) * torch.tensor([1.0, 2.0, 3.0, 4.0]) * 2.0)
+    def forward(x):
+        return (x + 1).softmax(0) * torch.tensor([1.0, 2.0, 3.0, 4.0]) * 2.0
+
+    run = runner(forward)
     run.capture()
     run.weights_changed()
+    assert torch.equal(run(x=rows(2)), forward(rows(2)))
+    assert run.last_dispatch.reason is Reason.HIT
 
 
+@pytest.mark.trust
 def test_weights_changed_raises_untracked_for_a_weight_in_an_iterator():
     weights = itertools.repeat(torch.ones(4))
     run = runner(lambda x: x * next(weights))
@@ -180,6 +190,7 @@ def test_weights_changed_raises_untracked_for_a_weight_in_an_iterator():
         run.weights_changed()
 
 
+@pytest.mark.trust
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 @pytest.mark.parametrize("outputs", ["pool", "static", "clone"])
 def test_inputs_state_and_eager_part_results_are_not_taken_for_weights(mode, outputs):
@@ -202,10 +213,12 @@ def test_inputs_state_and_eager_part_results_are_not_taken_for_weights(mode, out
         sizes=[2, 4],
         platform="cpu",
         options=GraphOptions(outputs=outputs),
-        host=Host(state=[counter, State(table, rows=slice(0, 1))]),
+        host=Host(state=[counter, State(table[:1])]),
     )
     run.capture()
     run.weights_changed()
+    assert torch.equal(run(x=rows(2), y=rows(2)), rows(2, 5.0))
+    assert run.last_dispatch.reason is Reason.HIT
 
 
 def test_an_untracked_weight_read_only_by_an_eager_part_raises():
@@ -221,6 +234,7 @@ def test_an_untracked_weight_read_only_by_an_eager_part_raises():
         run.weights_changed()
 
 
+@pytest.mark.trust
 def test_the_untracked_weights_error_names_the_tensor_and_its_reading_line():
     weights = itertools.repeat(torch.ones(4))
     run = runner(lambda x: x * next(weights))
@@ -243,6 +257,8 @@ def test_an_untracked_weight_beside_compiled_code_raises_nothing():
     run = runner(Model())
     run.capture()
     run.weights_changed()
+    assert torch.equal(run(x=rows(2)), rows(2))
+    assert run.last_dispatch.reason is Reason.HIT
 
 
 def test_weights_changed_in_mode_none_raises_nothing():
@@ -250,7 +266,9 @@ def test_weights_changed_in_mode_none_raises_nothing():
     run = runner(lambda x: model(x), mode="NONE")
     run.capture()
     run.weights_changed()
-    run(Batch(2, 2, 1), x=rows(2))
+    replace_weight(model)
+    run.weights_changed()
+    assert torch.equal(run(Batch(2, 2, 1), x=rows(2)), rows(2, 3.0))
 
 
 def test_a_lazy_capture_succeeds_with_untracked_weights():

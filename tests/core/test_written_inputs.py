@@ -23,6 +23,7 @@ def advance(x: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor) -> torch.
     return cache.sum(0, keepdim=True) + x * 0
 
 
+@pytest.mark.trust
 def test_a_forward_that_writes_a_cache_given_as_an_input_is_refused() -> None:
     """Every step brings its own, in which nothing of the steps before was written."""
     cache = InputSpec(torch.float32, (8, 4))
@@ -34,6 +35,7 @@ def test_a_forward_that_writes_a_cache_given_as_an_input_is_refused() -> None:
     assert not run.report().graphs
 
 
+@pytest.mark.trust
 def test_a_forward_that_writes_a_view_of_a_batchless_input_is_refused() -> None:
     def forward(x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
         state[1:].add_(1)

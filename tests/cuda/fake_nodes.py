@@ -26,13 +26,14 @@ class Node:
     arguments: Sequence[bytes] = ()
     function: int = 1
     packed: bool = False
+    grid: int = 1
     child: int = 0
     refused: bool = False
     kept: list[Any] = field(default_factory=list)
 
 
-def kernel(*arguments: bytes, function: int = 1, packed: bool = False) -> Node:
-    return Node(KERNEL, arguments, function, packed)
+def kernel(*arguments: bytes, function: int = 1, packed: bool = False, grid: int = 1) -> Node:
+    return Node(KERNEL, arguments, function, packed, grid)
 
 
 @dataclass
@@ -41,6 +42,12 @@ class FakeNodes:
 
     graphs: dict[int, list[Node]]
     asked_sizes: int = 0
+    executable: dict[int, Any] = field(default_factory=dict)
+    """Node -> the parameters that it was set to: (function, grid, *arguments), or bytes."""
+    refuses: int = _OK
+    """What it answers where parameters of a node are to be set; then it sets none."""
+    clusters: set[int] = field(default_factory=set)
+    """The functions that are launched in clusters."""
 
     def _node(self, handle: Any) -> Node:
         graph, place = divmod(handle.value, 10)
@@ -68,6 +75,7 @@ class FakeNodes:
         assert isinstance(out, KernelParameters)
         if asked.refused:
             return _INVALID_VALUE
+        out.grid[0] = asked.grid
         if asked.function > _OF_LIBRARY:
             out.kernel = asked.function
         else:
@@ -81,7 +89,7 @@ class FakeNodes:
             return _OK
         buffers = [ctypes.create_string_buffer(each, len(each)) for each in asked.arguments]
         places = (ctypes.c_void_p * len(buffers))(*map(ctypes.addressof, buffers))
-        asked.kept += [buffers, places]
+        asked.kept += [*buffers, places]
         out.arguments = ctypes.addressof(places)
         return _OK
 
@@ -89,18 +97,57 @@ class FakeNodes:
         function._obj.value = kernel.value - _OF_LIBRARY
         return _OK
 
-    def cuFuncGetParamInfo(self, function: Any, place: Any, offset: Any, size: Any) -> int:
-        self.asked_sizes += place.value == 0
-        sizes = (
+    def _sizes(self, function: int) -> list[int]:
+        arguments = (
             node.arguments
             for nodes in self.graphs.values()
             for node in nodes
-            if node.kind == KERNEL and node.function % _OF_LIBRARY == function.value
+            if node.kind == KERNEL and node.function % _OF_LIBRARY == function
         )
-        arguments = next(sizes)
-        if place.value >= len(arguments):
+        return list(map(len, next(arguments)))
+
+    def cuFuncGetParamInfo(self, function: Any, place: Any, offset: Any, size: Any) -> int:
+        self.asked_sizes += place.value == 0
+        sizes = self._sizes(function.value)
+        if place.value >= len(sizes):
             return _INVALID_VALUE
-        size._obj.value = len(arguments[place.value])
+        size._obj.value = sizes[place.value]
+        return _OK
+
+    def cuGraphKernelNodeGetAttribute(self, node: Any, attribute: int, value: Any) -> int:
+        value[0] = bytes([self._node(node).function in self.clusters])
+        return _OK
+
+    def cuGraphExecKernelNodeSetParams_v2(self, executable: Any, node: Any, launch: Any) -> int:
+        assert executable.value and self._node(node).kind == KERNEL
+        if self.refuses:
+            return self.refuses
+        launch = launch._obj
+        function = launch.function or launch.kernel - _OF_LIBRARY
+        places = ctypes.cast(launch.arguments, ctypes.POINTER(ctypes.c_void_p))
+        arguments = [
+            ctypes.string_at(places[place], size)
+            for place, size in enumerate(self._sizes(function))
+        ]
+        self.executable[node.value] = (function, launch.grid[0], *arguments)
+        return _OK
+
+    def cuGraphExecMemcpyNodeSetParams(
+        self, executable: Any, node: Any, parameters: Any, context: Any
+    ) -> int:
+        assert executable.value and context.value and self._node(node).kind in (MEMCPY, MEMSET)
+        if self.refuses:
+            return self.refuses
+        self.executable[node.value] = parameters
+        return _OK
+
+    cuGraphExecMemsetNodeSetParams = cuGraphExecMemcpyNodeSetParams
+
+    def cuGraphDestroy(self, graph: Any) -> int:
+        for node in self.graphs.pop(graph.value):
+            # It owned the arguments: nobody may read them any more.
+            for buffer in node.kept[: len(node.arguments)]:
+                ctypes.memset(buffer, 0xFF, ctypes.sizeof(buffer))
         return _OK
 
     def cuGraphMemcpyNodeGetParams(self, node: Any, out: Any) -> int:

@@ -137,7 +137,8 @@ def nearly_full() -> Iterator[Callable[[int], None]]:
 def test_the_smaller_graphs_stay_on_a_nearly_full_device(
     nearly_full: Callable[[int], None], mib: int
 ) -> None:
-    """At the largest size the forward needs more than there is, at the smaller ones less."""
+    """At the largest size the forward needs more than there is. Beside the graph of the next one
+    the rest has no room for a warm-up of the third: it is warmed up in the memory of the graphs."""
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         workspace = torch.empty(len(x) * mib * MIB, dtype=torch.uint8, device=x.device)
@@ -156,7 +157,8 @@ def test_the_smaller_graphs_stay_on_a_nearly_full_device(
         with pytest.warns(errors.GraphsDroppedWarning):
             runner.capture()
         sizes = [each.descriptor.num_tokens for each in runner.report().graphs]
-        assert sizes == [8, 4, 2, 1] or sizes == [4, 2, 1], sizes
-        x = torch.rand(3, 8)
+        assert sizes == [8, 4, 2, 1], runner.report().dropped
+        # The first step is a trial, which runs the forward eagerly: of 2 rows, for which is room.
+        x = torch.rand(2, 8)
         assert torch.equal(runner(x=x).cpu(), x + 1)
         assert runner.last_dispatch is not None and runner.last_dispatch.reason is Reason.HIT

@@ -14,3 +14,10 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def few_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here depends on times, so none is taken longer than it must."""
+    monkeypatch.setattr("graphrt.demo.app._ENOUGH_S", 0.0)
+    monkeypatch.setattr("graphrt.demo.steady._ENOUGH_S", 0.0)

@@ -41,7 +41,7 @@ def test_after_an_injected_fault_the_runner_serves_and_leaks_nothing(name):
 @pytest.mark.parametrize("name", ON_CPU)
 def test_an_interrupt_during_the_undo_of_a_fault_leaves_the_runner_usable(name):
     harness = Harness(ON_CPU[name], maker_of("cpu"))
-    findings = [harness.inject(fault) for fault in harness.doubled(4)]
+    findings = [harness.inject(fault) for fault in harness.doubled(2)]
     assert findings and not [str(each) for each in findings if each.wrong]
 
 
@@ -54,8 +54,9 @@ def test_a_failed_state_copy_in_a_capture_leaves_state_unchanged():
 
 def test_an_interrupt_during_a_failed_restore_leaves_state_unchanged():
     harness = Harness(ON_CPU["CaptureNext"], maker_of("cpu"))
-    copies = {fault.at for fault in harness.faults() if fault.kind == "copy"}
-    for at in copies:
+    copies = sorted({fault.at for fault in harness.faults() if fault.kind == "copy"})
+    # The first restore, and the last: `make test-long` has every fault.
+    for at in {copies[0], copies[-1]}:
         for second in (1, 2, 3):
             finding = harness.inject(Fault("copy", at, "memory", second=second))
             assert not finding.wrong, str(finding)
@@ -63,7 +64,7 @@ def test_an_interrupt_during_a_failed_restore_leaves_state_unchanged():
 
 @pytest.mark.parametrize("name", COMPILED)
 def test_after_a_fault_a_compiled_module_serves_and_leaks_nothing(name):
-    check(COMPILED[name], maker_of("cpu"), 2)
+    check(COMPILED[name], maker_of("cpu"), 1)
 
 
 @pytest.mark.long

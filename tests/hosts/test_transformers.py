@@ -10,6 +10,7 @@ import logging
 import re
 import threading
 import weakref
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,14 @@ import torch.nn.utils.prune
 
 from graphrt import CompileOptions, GraphRunner
 from graphrt.errors import CaptureError, InvalidInputError, InvalidOptionError
+from tests.draws import on_devices, rest_long
 from tests.models.families import SHARED
 from tests.models.generating import (
+    ENCODER_DECODERS,
     GENERATING,
     STEPS,
     WAYS,
+    counted_anew,
     new_model,
     prompt,
     random_tokens,
@@ -34,19 +38,9 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 from graphrt.hosts.transformers import graphs_of, with_graphs, without_graphs  # noqa: E402
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
-CHOSEN = (
-    "llama",
-    "gemma2",
-    "mixtral",
-    "deepseek_v3",
-    "qwen3_next",
-    "falcon_h1",
-    "mamba",
-    "opt",
-    "t5",
-    "whisper",
-)
-"""One family of each kind; all of them are in `tests/models/table.py`."""
+CHOSEN = ("llama", "deepseek_v3", "falcon_h1", "mamba", "t5", "whisper")
+"""One family of each kind of cache; all of them are in `tests/models/table.py`. Windows and experts
+are in test_transformers_sliding.py, linear attention in test_transformers_kinds.py."""
 OTHER = "the cache has other rows, shapes or dtypes than the memory"
 REFUSED = {"m2m_100": "CaptureSyncError"}
 
@@ -77,36 +71,86 @@ def shared_model():
 @pytest.fixture
 def model(shared_model):
     """A Llama with graphs for 4 rows of 32 tokens; its counts start at 0."""
-    graphs = graphs_of(shared_model)
-    graphs.reset()
-    graphs._counts.__init__("Llama")
-    return shared_model
+    return counted_anew(shared_model)
 
 
 # Families ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", CHOSEN)
-def test_generate_with_graphs_gives_eager_tokens_and_replays_every_step(name, device):
-    model = new_model(name, device)
-    expected = {way: call(model, name, device) for way, call in WAYS.items()}
-    with_graphs(model, max_batch=4, max_len=32, strict=True)
-    before = 0
-    for way, call in WAYS.items():
-        assert torch.equal(call(model, name, device), expected[way]), way
-        steps, eager = served(model)
-        assert (steps - before, eager) == (STEPS[way], {}), way
-        before = steps
-    without_graphs(model)
-    assert torch.equal(WAYS["greedy"](model, name, device), expected["greedy"])
+@dataclass
+class Served:
+    """A model of a family with a graph for 4 rows, and its twin without."""
+
+    name: str
+    device: str
+    plain: Any
+    model: Any
 
 
-COMPILED = (
-    "llama",
-    "t5",
-    *(pytest.param(name, marks=pytest.mark.long) for name in ("mixtral", "jamba", "mamba")),
+ON_GPUS = (*CHOSEN, "gemma2", "mixtral", "qwen3_next", "opt")
+FAMILIES = [name for name in GENERATING if name not in REFUSED]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(each.values, marks=each.marks, id="-".join(each.values))
+        for each in on_devices(FAMILIES, *CHOSEN, on_gpus=ON_GPUS)
+    ],
 )
+def family(request) -> Served:
+    """Built once, asked by each test behind it."""
+    name, device = request.param
+    plain = new_model(name, device)
+    model = copy.deepcopy(plain)
+    return Served(
+        name, device, plain, with_graphs(model, max_batch=4, sizes=[4], max_len=32, strict=True)
+    )
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_generate_with_graphs_gives_eager_tokens_and_replays_every_step(family, way):
+    model, call = counted_anew(family.model), WAYS[way]
+    expected = call(family.plain, family.name, family.device)
+    assert torch.equal(call(model, family.name, family.device), expected)
+    assert served(model) == (STEPS[way], {})
+
+
+def test_logits_of_replays_equal_eager_steps_bit_for_bit(family, monkeypatch):
+    given = {**prompt(family.name, 3, family.device, padded=True), "max_new_tokens": 12}
+    given |= {"do_sample": False, "pad_token_id": 0}
+    given |= {"return_dict_in_generate": True, "output_logits": True}
+    replayed = family.model.generate(**given)
+
+    def step(runner, batch, **values):
+        # 3 rows in the graph of 4.
+        dispatch = runner.dispatcher.dispatch(batch)
+        return runner.run_padded_eagerly(batch, dispatch, values)
+
+    monkeypatch.setattr(GraphRunner, "__call__", step)
+    eager = family.model.generate(**given)
+    assert len(replayed.logits) == 12
+    assert all(torch.equal(*both) for both in zip(replayed.logits, eager.logits, strict=True))
+
+
+def test_a_greedy_loop_of_prefill_and_step_gives_the_tokens_of_generate(family):
+    if family.name in ENCODER_DECODERS:
+        pytest.skip("a prompt beside an encoder is generate's own")
+    model, graphs = counted_anew(family.model), graphs_of(family.model)
+    call = prompt(family.name, 2, family.device, padded=True)
+    tokens, found = graphs.prefill(**call).argmax(-1), []
+    for _ in range(8):
+        found.append(tokens)
+        tokens = graphs.step(tokens).argmax(-1)
+    expected = family.plain.generate(**call, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    assert torch.equal(torch.stack(found, 1), expected[:, 9:])
+    assert served(model) == (8, {})
+    graphs.reset()
+    with pytest.raises(InvalidInputError, match="prefill"):
+        graphs.step(tokens)
+
+
+COMPILED = rest_long(("llama", "t5", "mixtral", "jamba", "mamba"), "llama")
 INDUCTOR = pytest.param("cuda", "inductor", marks=pytest.mark.cuda)
 
 
@@ -117,7 +161,7 @@ def test_compiled_steps_give_eager_tokens_and_are_all_replayed(name, device, bac
     ways = ("greedy", "padded")
     expected = {way: WAYS[way](model, name, device) for way in ways}
     options = CompileOptions(backend=backend)
-    with_graphs(model, max_batch=4, max_len=32, strict=True, compile=options)
+    with_graphs(model, max_batch=4, sizes=[4], max_len=32, strict=True, compile=options)
     for way in ways:
         assert torch.equal(WAYS[way](model, name, device), expected[way]), way
     assert served(model) == (sum(STEPS[way] for way in ways), {})
@@ -128,18 +172,12 @@ def test_a_backend_name_as_the_compile_option_is_refused():
         with_graphs(new_model("llama"), max_batch=1, max_len=32, compile="inductor")
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", sorted(set(GENERATING) - set(CHOSEN) - set(REFUSED)))
-def test_generate_gives_eager_tokens_in_the_remaining_model_families(name):
-    test_generate_with_graphs_gives_eager_tokens_and_replays_every_step(name, "cpu")
-
-
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_model_that_cannot_be_captured_runs_eagerly_and_the_report_says_why(name, caplog):
     model = new_model(name)
     expected = WAYS["greedy"](model, name, "cpu")
     with caplog.at_level(logging.WARNING, "graphrt"):
-        with_graphs(model, max_batch=4, max_len=32)
+        with_graphs(model, max_batch=4, sizes=[4], max_len=32)
         assert torch.equal(WAYS["greedy"](model, name, "cpu"), expected)
         WAYS["greedy"](model, name, "cpu")
     report = graphs_of(model).report()
@@ -164,28 +202,6 @@ def test_an_error_in_the_models_forward_is_reported_with_its_source_line():
     refused = graphs_of(model).report().refused
     assert refused.startswith("RuntimeError: upper bound and")
     assert re.search(r"\(test_transformers\.py:\d+: torch\.arange\(3, 1\)  # the line\)", refused)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", ["llama", "gemma2", "jamba"])
-def test_logits_of_replays_equal_eager_steps_bit_for_bit(name, device, monkeypatch):
-    given = {**prompt(name, 3, device, padded=True), "max_new_tokens": 12, "do_sample": False}
-    given |= {"return_dict_in_generate": True, "output_logits": True, "pad_token_id": 0}
-    results = []
-    for eagerly in (False, True):
-        model = with_graphs(new_model(name, device), max_batch=4, max_len=32, strict=True)
-        if eagerly:
-
-            def step(runner, batch, **values):
-                # 3 rows in the graph of 4.
-                dispatch = runner.dispatcher.dispatch(batch)
-                return runner.run_padded_eagerly(batch, dispatch, values)
-
-            monkeypatch.setattr(GraphRunner, "__call__", step)
-        results.append(model.generate(**given))
-    replayed, eager = results
-    assert len(replayed.logits) == 12
-    assert all(torch.equal(*both) for both in zip(replayed.logits, eager.logits, strict=True))
 
 
 # Modes of generate -------------------------------------------------------------------------------
@@ -238,7 +254,7 @@ def test_assisted_generation_crops_the_kv_cache_and_gives_eager_tokens(model, pl
 
 def test_assisted_generation_of_a_model_with_recurrent_states_runs_eagerly():
     plain, model = new_model("lfm2"), new_model("lfm2")
-    with_graphs(model, max_batch=2, max_len=32, strict=True)
+    with_graphs(model, max_batch=2, sizes=[2], max_len=32, strict=True)
     tokens = random_tokens(1, 4, seed=7).repeat(1, 3)
     given = {"prompt_lookup_num_tokens": 3}
     assert torch.equal(generate(model, tokens, **given), generate(plain, tokens, **given))
@@ -274,7 +290,7 @@ def test_a_prompt_with_a_picture_is_followed_by_replayed_steps():
     tokens = torch.cat([torch.full((2, 4), 2), random_tokens(2, 5)], 1)
     given = {"pixel_values": torch.randn(2, 3, 16, 16)}
     expected = generate(model, tokens, **given)
-    with_graphs(model, max_batch=2, max_len=32, strict=True)
+    with_graphs(model, max_batch=2, sizes=[2], max_len=32, strict=True)
     assert torch.equal(generate(model, tokens, **given), expected)
     assert served(model) == (7, {})
     model.config.text_config.rms_norm_eps *= 2
@@ -389,7 +405,7 @@ def test_a_request_for_an_offloaded_cache_is_left_to_transformers(model, plain, 
 
 
 def test_a_cache_from_before_a_recapture_is_used_eagerly(plain):
-    model = with_graphs(new_model("llama"), max_batch=2, max_len=32, strict=True)
+    model = with_graphs(new_model("llama"), max_batch=2, sizes=[2], max_len=32, strict=True)
     tokens, more = random_tokens(2, 6), random_tokens(2, 3, seed=4)
     first = generate(model, tokens, return_dict_in_generate=True)
     graphs_of(model).recapture()
@@ -470,7 +486,7 @@ def test_threads_that_generate_at_once_each_get_the_eager_tokens(model, plain):
 # The model ---------------------------------------------------------------------------------------
 
 
-def test_without_graphs_restores_the_models_own_attributes():
+def test_without_graphs_restores_the_models_own_attributes(plain):
     model = new_model("llama")
     before, signature = dict(model.__dict__), inspect.signature(model.forward)
     with_graphs(model, max_batch=1, max_len=16, strict=True)
@@ -478,13 +494,14 @@ def test_without_graphs_restores_the_models_own_attributes():
     assert model.forward.__name__ == "forward"
     without_graphs(model)
     assert model.__dict__ == before
+    assert torch.equal(WAYS["greedy"](model, "llama", "cpu"), WAYS["greedy"](plain, "llama", "cpu"))
     without_graphs(model)
     with pytest.raises(InvalidOptionError, match="with_graphs"):
         graphs_of(model)
 
 
 def test_the_kv_cache_is_freed_when_the_model_is_deleted():
-    model = with_graphs(new_model("llama"), max_batch=2, max_len=16, strict=True)
+    model = with_graphs(new_model("llama"), max_batch=2, sizes=[2], max_len=16, strict=True)
     generate(model, random_tokens(2, 4), 4)
     keys = weakref.ref(graphs_of(model).steps.memory.layers[0].keys)
     del model
@@ -703,7 +720,7 @@ def test_a_peft_model_is_replayed_only_with_the_adapters_of_its_capture():
         return model.eval()
 
     tokens, plain = random_tokens(2, 6), adapted()
-    model = with_graphs(adapted(), max_batch=2, max_len=32, strict=True)
+    model = with_graphs(adapted(), max_batch=2, sizes=[2], max_len=32, strict=True)
     for adapter, count in (("default", 7), ("other", 7), ("default", 14)):
         plain.set_adapter(adapter)
         model.set_adapter(adapter)
@@ -721,7 +738,7 @@ def test_a_model_loaded_with_a_device_map_is_served(tmp_path):
     plain = new_model("llama")
     plain.save_pretrained(tmp_path)
     model = type(plain).from_pretrained(tmp_path, device_map={"": "cpu"})
-    with_graphs(model, max_batch=2, max_len=32, strict=True)
+    with_graphs(model, max_batch=2, sizes=[2], max_len=32, strict=True)
     tokens = random_tokens(2, 6)
     assert torch.equal(generate(model, tokens), generate(plain, tokens))
     assert served(model) == (7, {})
@@ -730,7 +747,7 @@ def test_a_model_loaded_with_a_device_map_is_served(tmp_path):
 def test_a_model_spread_over_several_devices_runs_eagerly(plain):
     model = new_model("llama")
     model.hf_device_map = {"model": 0, "lm_head": "cpu"}
-    with_graphs(model, max_batch=2, max_len=32)
+    with_graphs(model, max_batch=2, sizes=[2], max_len=32)
     tokens = random_tokens(2, 6)
     assert torch.equal(generate(model, tokens), generate(plain, tokens))
     assert "several devices" in graphs_of(model).report().refused
@@ -739,27 +756,10 @@ def test_a_model_spread_over_several_devices_runs_eagerly(plain):
 # Loops of one's own ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["llama", "jamba", "mamba"])
-def test_a_greedy_loop_of_prefill_and_step_gives_the_tokens_of_generate(name):
-    model, plain = new_model(name), new_model(name)
-    graphs = graphs_of(with_graphs(model, max_batch=2, max_len=32, strict=True))
-    call = prompt(name, 2, padded=True)
-    tokens, found = graphs.prefill(**call).argmax(-1), []
-    for _ in range(8):
-        found.append(tokens)
-        tokens = graphs.step(tokens).argmax(-1)
-    expected = plain.generate(**call, max_new_tokens=8, do_sample=False, pad_token_id=0)
-    assert torch.equal(torch.stack(found, 1), expected[:, 9:])
-    assert served(model) == (8, {})
-    graphs.reset()
-    with pytest.raises(InvalidInputError, match="prefill"):
-        graphs.step(tokens)
-
-
 def test_a_loop_of_step_continues_eagerly_after_generate_took_the_kv_cache(model, plain):
     graphs, ours = (
         graphs_of(model),
-        graphs_of(with_graphs(new_model("llama"), max_batch=2, max_len=32)),
+        graphs_of(with_graphs(new_model("llama"), max_batch=2, sizes=[2], max_len=32)),
     )
     tokens = random_tokens(2, 6)
     expected = [ours.prefill(tokens), *(ours.step(tokens[:, at]) for at in range(3))]
@@ -782,6 +782,9 @@ def test_a_step_with_gradients_enabled_runs_eagerly(model):
     assert served(model) == (0, {"gradients are on": 1})
 
 
+COUNTING = [("llama", True), ("gpt2", True), ("opt", False)]
+
+
 @torch.no_grad()
 def loop_without_positions(model, cache, mask):
     """Logits of a loop that passes what it must: its cache, and a mask if there is padding."""
@@ -795,8 +798,13 @@ def loop_without_positions(model, cache, mask):
     return torch.stack(logits)
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize(("name", "is_served"), [("llama", True), ("gpt2", True), ("opt", False)])
+@pytest.mark.parametrize(
+    ("name", "is_served", "padded"),
+    rest_long(
+        [(*each, padded) for each in COUNTING for padded in (False, True)],
+        *[("llama", True, True), ("gpt2", True, False), ("opt", False, True)],
+    ),
+)
 def test_a_loop_that_passes_no_position_ids_is_served_if_the_model_counts_tokens(
     name, is_served, padded
 ):
@@ -804,7 +812,7 @@ def test_a_loop_that_passes_no_position_ids_is_served_if_the_model_counts_tokens
     mask[0, :3] = 0
     passed = mask if padded else None
     expected = loop_without_positions(model, None, passed)
-    with_graphs(model, max_batch=2, max_len=16, strict=True)
+    with_graphs(model, max_batch=2, sizes=[2], max_len=16, strict=True)
     logits = loop_without_positions(model, graphs_of(model).new_cache(), passed)
     torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-4)
     eager = {} if is_served else {"position_ids= was not passed": 9}
@@ -835,10 +843,12 @@ def logits_of_loop(model, tokens, cache, change):
     return torch.stack(logits)
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize(
+    "change", rest_long(CHANGES, change_hook, change_weight), ids=lambda change: change.__name__
+)
 def test_a_model_changed_between_steps_of_a_loop_runs_eagerly(change):
     plain, model = new_model("llama"), new_model("llama")
-    with_graphs(model, max_batch=2, max_len=32, strict=True)
+    with_graphs(model, max_batch=2, sizes=[2], max_len=32, strict=True)
     tokens = random_tokens(2, 6)
     ours = logits_of_loop(model, tokens, graphs_of(model).new_cache(), change)
     theirs = logits_of_loop(plain, tokens, transformers.DynamicCache(), change)
@@ -849,7 +859,7 @@ def test_a_model_changed_between_steps_of_a_loop_runs_eagerly(change):
 
 def test_step_runs_eagerly_while_the_model_is_changed_and_replays_once_restored():
     plain, model = new_model("llama"), new_model("llama")
-    graphs = graphs_of(with_graphs(model, max_batch=2, max_len=32, strict=True))
+    graphs = graphs_of(with_graphs(model, max_batch=2, sizes=[2], max_len=32, strict=True))
     tokens, cache = random_tokens(2, 6), transformers.DynamicCache()
     with torch.no_grad():
         graphs.prefill(tokens)
@@ -870,7 +880,7 @@ def test_a_loop_with_adapters_disabled_runs_eagerly():
     torch.manual_seed(1)
     model = peft.get_peft_model(new_model("llama"), config).eval()
     plain, tokens = new_model("llama"), random_tokens(2, 6)
-    graphs = graphs_of(with_graphs(model, max_batch=2, max_len=32, strict=True))
+    graphs = graphs_of(with_graphs(model, max_batch=2, sizes=[2], max_len=32, strict=True))
     with model.disable_adapter():
         ours = logits_of_loop(model, tokens, graphs.new_cache(), lambda model: None)
     theirs = logits_of_loop(plain, tokens, transformers.DynamicCache(), lambda model: None)

@@ -10,19 +10,15 @@ import pytest
 import torch
 
 from graphrt import CompileOptions
-from tests.models.generating import DEVICES, generate, new_model, random_tokens
+from tests.draws import on_devices
+from tests.models.generating import counted_anew, generate, new_model, random_tokens
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 from graphrt.hosts.transformers import graphs_of, with_graphs  # noqa: E402
 from graphrt.hosts.transformers.caches import StepCache  # noqa: E402
 
-CHECKED = (
-    "llama",
-    "gemma2",
-    "opt",
-    *(pytest.param(name, marks=pytest.mark.long) for name in ("mistral", "gpt_oss", "gpt_neox")),
-)
+CHECKED = ("llama", "gemma2", "opt", "mistral", "gpt_oss", "gpt_neox")
 PROPOSED = 4
 LENGTH = 64
 
@@ -30,7 +26,9 @@ LENGTH = 64
 def graphed(name: str, device: str = "cpu", **more: Any) -> Any:
     model = new_model(name, device)
     model.generation_config.num_assistant_tokens = PROPOSED
-    return with_graphs(model, **{"max_batch": 2, "max_len": LENGTH, "strict": True, **more})
+    return with_graphs(
+        model, **{"max_batch": 2, "sizes": [2], "max_len": LENGTH, "strict": True, **more}
+    )
 
 
 def assistant_of(name: str, device: str = "cpu") -> Any:
@@ -63,8 +61,19 @@ def plain():
     return new_model("llama")
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", CHECKED)
+@pytest.fixture(scope="module")
+def shared_model():
+    return graphed("llama")
+
+
+@pytest.fixture
+def model(shared_model):
+    return counted_anew(shared_model)
+
+
+@pytest.mark.parametrize(
+    ("name", "device"), on_devices(CHECKED, "llama", "gemma2", on_gpus=CHECKED[:3])
+)
 def test_assisted_steps_that_check_proposed_tokens_are_replayed(name, device):
     # Where layers slide, transformers' own assistant fails past the window.
     helper = "llama" if name in ("gemma2", "mistral", "gpt_oss") else name
@@ -90,8 +99,8 @@ def test_assisted_steps_that_check_proposed_tokens_are_replayed(name, device):
     assert graphs_of(model).report().window is None
 
 
-def test_accepted_assistant_tokens_reduce_the_number_of_steps(plain):
-    model, tokens = graphed("llama"), random_tokens(1, 12)
+def test_accepted_assistant_tokens_reduce_the_number_of_steps(model, plain):
+    tokens = random_tokens(1, 12)
     assert torch.equal(
         generate(model, tokens, 25, assistant_model=assistant_of("llama")),
         generate(plain, tokens, 25),
@@ -111,8 +120,8 @@ def test_compiled_assisted_steps_give_eager_tokens(plain):
 
 
 @pytest.mark.parametrize("keep", [0, 1, 2, 3, 9])
-def test_an_assisted_step_honours_logits_to_keep(plain, keep):
-    model, logits = graphed("llama"), []
+def test_an_assisted_step_honours_logits_to_keep(model, plain, keep):
+    logits = []
     for each, cache in (
         (model, graphs_of(model).new_cache()),
         (plain, transformers.DynamicCache(config=plain.config)),
@@ -130,8 +139,8 @@ def test_an_assisted_step_honours_logits_to_keep(plain, keep):
 @pytest.mark.parametrize(
     ("rows", "count"), [(1, PROPOSED + 2), (2, 2)], ids=["more tokens", "more rows"]
 )
-def test_forwards_of_another_token_or_row_count_run_eagerly(plain, rows, count):
-    model, logits = graphed("llama"), []
+def test_forwards_of_another_token_or_row_count_run_eagerly(model, plain, rows, count):
+    logits = []
     for each, cache in (
         (model, graphs_of(model).new_cache()),
         (plain, transformers.DynamicCache(config=plain.config)),
@@ -171,6 +180,6 @@ def test_an_assisted_graph_with_wrong_logits_is_dropped_at_capture(plain, monkey
     assert graphs_of(model).steps.checked == 0
 
 
-@pytest.mark.parametrize("name", ["lfm2", "t5"])
+@pytest.mark.parametrize("name", ["lfm2", pytest.param("t5", marks=pytest.mark.long)])
 def test_models_with_recurrent_states_have_no_graphs_for_assisted_steps(name):
     assert graphs_of(graphed(name)).steps.checked == 0

@@ -92,11 +92,11 @@ def test_only_captured_steps_use_grouped_attention_and_prompts_use_sdpa(monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(attention, "scaled_dot_product_attention", broken)
         with pytest.raises(RuntimeError, match="attended by groups"):
-            with_graphs(model, max_batch=2, max_len=16, strict=True)
+            with_graphs(model, max_batch=2, sizes=[2], max_len=16, strict=True)
         assert model.config._attn_implementation == "sdpa"
         with torch.no_grad():
             model(tokens[:, :1])
-    with_graphs(model, max_batch=2, max_len=16, strict=True)
+    with_graphs(model, max_batch=2, sizes=[2], max_len=16, strict=True)
     model.generate(tokens, max_new_tokens=4, do_sample=False)
     report = graphs_of(model).report()
     assert (report.served, report.eager) == (3, {})
@@ -107,7 +107,7 @@ def test_compiled_steps_use_grouped_attention():
     """Dynamo of torch 2.11 traced transformers' own attention, which copies the keys."""
     model = new_model("llama")
     compiled = CompileOptions(backend="eager")
-    with_graphs(model, max_batch=2, max_len=16, strict=True, compile=compiled)
+    with_graphs(model, max_batch=2, sizes=[2], max_len=16, strict=True, compile=compiled)
     steps, tokens = graphs_of(model).steps, random_tokens(2, 1)
     with torch.no_grad(), torch.profiler.profile(record_shapes=True) as profile:
         steps.runner.graphs.setup.forward(**steps._values(tokens, tokens, 4))

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from graphrt.errors import CaptureError, InvalidOptionError
+from tests.draws import on_devices, rest_long
 from tests.models.families import SHARED
-from tests.models.generating import DEVICES, generate, new_model, random_tokens
+from tests.models.generating import generate, new_model, random_tokens
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -34,7 +35,7 @@ CHANGED = "the model is not as it was captured ({}): recapture()"
 def pair(name: str = "llama", **config: Any) -> tuple[Any, Any]:
     """A model, and a twin with graphs."""
     plain = new_model(name, **config)
-    return plain, with_graphs(copy.deepcopy(plain), max_batch=2, max_len=32, strict=True)
+    return plain, with_graphs(copy.deepcopy(plain), max_batch=2, sizes=[2], max_len=32, strict=True)
 
 
 def served(model: Any) -> tuple[int, dict[str, int]]:
@@ -55,7 +56,7 @@ def assert_same(plain: Any, model: Any, tokens: torch.Tensor, **more: Any) -> No
 # Code that is replaced ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["LlamaMLP", "LlamaForCausalLM"])
+@pytest.mark.parametrize("name", rest_long(["LlamaMLP", "LlamaForCausalLM"], "LlamaMLP"))
 def test_a_replaced_forward_of_a_module_class_makes_steps_eager(name, monkeypatch):
     plain, model = pair()
     tokens, kind = random_tokens(2, 6), getattr(modeling_llama, name)
@@ -111,7 +112,7 @@ def test_a_model_is_still_served_after_save_pretrained(tmp_path):
     assert served(model) == (7, {})
 
 
-@pytest.mark.parametrize("captured_first", [False, True])
+@pytest.mark.parametrize("captured_first", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_model_with_prompt_tuning_is_served_by_graphs(captured_first):
     peft = pytest.importorskip("peft", reason="peft is not installed")
     kind = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
@@ -121,11 +122,11 @@ def test_a_model_with_prompt_tuning_is_served_by_graphs(captured_first):
         models.append(peft.get_peft_model(new_model("llama"), kind).eval())
     plain, model = models
     if captured_first:
-        base = with_graphs(new_model("llama"), max_batch=2, max_len=32, strict=True)
+        base = with_graphs(new_model("llama"), max_batch=2, sizes=[2], max_len=32, strict=True)
         torch.manual_seed(0)
         model = peft.get_peft_model(base, kind).eval()
     else:
-        with_graphs(model, max_batch=2, max_len=32, strict=True)
+        with_graphs(model, max_batch=2, sizes=[2], max_len=32, strict=True)
     steps: list[bool] = []
     # PEFT 0.21 does not know the cache by its name of transformers 5.24, and passes no token alone.
     plain.base_model.register_forward_pre_hook(
@@ -149,7 +150,7 @@ def test_token_type_ids_are_served_if_only_the_prompt_reads_them():
     )
     torch.manual_seed(0)
     plain = transformers.PaliGemmaForConditionalGeneration(config).eval()
-    model = with_graphs(copy.deepcopy(plain), max_batch=2, max_len=32, strict=True)
+    model = with_graphs(copy.deepcopy(plain), max_batch=2, sizes=[2], max_len=32, strict=True)
     tokens = torch.cat([torch.full((2, 4), 2), random_tokens(2, 5)], 1)
     more = {"pixel_values": torch.randn(2, 3, 16, 16), "token_type_ids": torch.zeros_like(tokens)}
     more["token_type_ids"][:, 6:] = 1
@@ -163,7 +164,7 @@ def test_token_type_ids_read_by_every_step_make_steps_eager():
     )
     torch.manual_seed(0)
     plain = transformers.CTRLLMHeadModel(config).eval()
-    model = with_graphs(copy.deepcopy(plain), max_batch=2, max_len=32, strict=True)
+    model = with_graphs(copy.deepcopy(plain), max_batch=2, sizes=[2], max_len=32, strict=True)
     cache, theirs = graphs_of(model).new_cache(), transformers.DynamicCache()
     tokens, types = random_tokens(2, 6) % 64, torch.ones(2, 6, dtype=torch.int64)
     with torch.no_grad():
@@ -248,11 +249,11 @@ def told(model: Any, call: dict[str, Any], **more: Any) -> Any:
     return model.generate(**call, max_new_tokens=8, **more)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", QWENS)
+# Qwen 3.5 has layers of recurrent states beside.
+@pytest.mark.parametrize(("name", "device"), on_devices(QWENS, "Qwen2VL", "Qwen3_5"))
 def test_multimodal_positions_of_time_height_and_width_are_served(name, device):
     plain = qwen(name, device)
-    model = with_graphs(copy.deepcopy(plain), max_batch=4, max_len=64, strict=True)
+    model = with_graphs(copy.deepcopy(plain), max_batch=4, sizes=[4], max_len=64, strict=True)
     words = {"input_ids": random_tokens(2, 6, device) % 100}
     # Height and width go on apart where the prompt ends in a picture.
     calls = (with_pictures(device), with_pictures(device, text=0), words)
@@ -267,7 +268,7 @@ def test_multimodal_positions_of_time_height_and_width_are_served(name, device):
 
 def test_a_second_turn_about_a_picture_is_replayed():
     plain = qwen("Qwen3VL")
-    model = with_graphs(copy.deepcopy(plain), max_batch=2, max_len=64, strict=True)
+    model = with_graphs(copy.deepcopy(plain), max_batch=2, sizes=[2], max_len=64, strict=True)
     first, turns = with_pictures(), []
     for each in (plain, model):
         answer = told(each, first)
@@ -284,13 +285,13 @@ def test_a_capture_between_two_turns_keeps_rope_deltas():
     told(model, with_pictures())
     deltas = model.model.rope_deltas.clone()
     assert deltas.any()
-    with_graphs(model, max_batch=2, max_len=64, strict=True)
+    with_graphs(model, max_batch=2, sizes=[2], max_len=64, strict=True)
     assert torch.equal(model.model.rope_deltas, deltas)
 
 
 def test_position_ids_without_the_text_plane_make_steps_eager():
     plain = qwen("Qwen3VL")
-    model = with_graphs(copy.deepcopy(plain), max_batch=2, max_len=64, strict=True)
+    model = with_graphs(copy.deepcopy(plain), max_batch=2, sizes=[2], max_len=64, strict=True)
     tokens, caches = random_tokens(2, 6) % 100, []
     for each in (plain, model):
         new = graphs_of(model).new_cache() if each is model else transformers.DynamicCache()
@@ -304,7 +305,9 @@ def test_position_ids_without_the_text_plane_make_steps_eager():
 
 def test_a_loop_of_prefill_and_step_gives_the_tokens_of_generate():
     plain = qwen("Qwen3VL")
-    graphs = graphs_of(with_graphs(copy.deepcopy(plain), max_batch=2, max_len=64, strict=True))
+    graphs = graphs_of(
+        with_graphs(copy.deepcopy(plain), max_batch=2, sizes=[2], max_len=64, strict=True)
+    )
     prompts = random_tokens(2, 6) % 100
     tokens = [graphs.prefill(prompts).argmax(-1)]
     for _ in range(7):

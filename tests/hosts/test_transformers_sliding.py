@@ -11,20 +11,16 @@ import pytest
 import torch
 
 from graphrt import CompileOptions
+from tests.draws import on_devices
 from tests.models.families import SHARED, WINDOW
-from tests.models.generating import DEVICES, generate, new_model, random_tokens
+from tests.models.generating import counted_anew, generate, new_model, random_tokens
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 from graphrt.hosts.transformers import graphs_of, with_graphs  # noqa: E402
 from graphrt.hosts.transformers.caches import StepCache  # noqa: E402
 
-SLIDING = (
-    "mistral",
-    "gemma2",
-    "gpt_oss",
-    *(pytest.param(name, marks=pytest.mark.long) for name in ("gemma3", "cohere2", "qwen2")),
-)
+SLIDING = ("mistral", "gemma2", "gpt_oss", "gemma3", "cohere2", "qwen2")
 LENGTH = 64
 LEFT = "the cache keeps past states, to be cropped"
 
@@ -68,9 +64,14 @@ def plain():
     return sliding_model("gemma2")
 
 
+@pytest.fixture(scope="module")
+def shared_model():
+    return with_graphs(sliding_model("gemma2"), max_batch=4, sizes=[4], max_len=LENGTH, strict=True)
+
+
 @pytest.fixture
-def model():
-    return with_graphs(sliding_model("gemma2"), max_batch=4, max_len=LENGTH, strict=True)
+def model(shared_model):
+    return counted_anew(shared_model)
 
 
 def served(model: Any) -> tuple[int, dict[str, int]]:
@@ -78,24 +79,27 @@ def served(model: Any) -> tuple[int, dict[str, int]]:
     return report.served, report.eager
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", SLIDING)
+# The first has windows alone, the second experts; Gemma 2 is the model of the other tests.
+@pytest.mark.parametrize(
+    ("name", "device"), on_devices(SLIDING, "mistral", "gpt_oss", on_gpus=SLIDING[:3])
+)
 def test_sequences_longer_than_the_sliding_window_give_eager_tokens(name, device):
     # Of another seed two beams of Cohere 2 have one score, but for rounding.
     model, tokens = sliding_model(name, device), random_tokens(3, 20, device, seed=1)
     expected = {way: call(model, tokens) for way, call in WAYS.items()}
-    with_graphs(model, max_batch=4, max_len=LENGTH, strict=True)
+    with_graphs(model, max_batch=4, sizes=[4], max_len=LENGTH, strict=True)
     for way, call in WAYS.items():
         assert torch.equal(call(model, tokens), expected[way]), way
     assert served(model) == (19 * len(WAYS), {})
     assert graphs_of(model).report().window == WINDOW
 
 
+@pytest.mark.long
 def test_compiled_steps_beyond_the_sliding_window_give_eager_tokens():
     model, tokens = sliding_model("gemma2"), random_tokens(3, 20)
     expected = generate(model, tokens)
     options = CompileOptions(backend="eager")
-    with_graphs(model, max_batch=4, max_len=LENGTH, strict=True, compile=options)
+    with_graphs(model, max_batch=4, sizes=[4], max_len=LENGTH, strict=True, compile=options)
     assert torch.equal(generate(model, tokens), expected)
     assert served(model) == (19, {})
     assert graphs_of(model).report().window == WINDOW
@@ -108,7 +112,7 @@ def test_sliding_layers_keep_only_the_positions_of_their_window(model):
 
 
 def test_all_positions_are_kept_if_the_window_saves_less_than_half(plain):
-    model = with_graphs(sliding_model("gemma2"), max_batch=2, max_len=17, strict=True)
+    model = with_graphs(sliding_model("gemma2"), max_batch=2, sizes=[2], max_len=17, strict=True)
     assert graphs_of(model).report().window == WINDOW
     graphs_of(model).max_len = 2 * WINDOW - 1
     graphs_of(model).recapture()
@@ -136,13 +140,13 @@ def test_chunked_attention_layers_keep_all_positions():
     torch.manual_seed(0)
     model, tokens = transformers.Llama4ForCausalLM(config).eval(), random_tokens(3, 20)
     expected = WAYS["padded"](model, tokens)
-    with_graphs(model, max_batch=4, max_len=LENGTH, strict=True)
+    with_graphs(model, max_batch=4, sizes=[4], max_len=LENGTH, strict=True)
     assert torch.equal(WAYS["padded"](model, tokens), expected)
     assert graphs_of(model).report().window is None
     assert served(model) == (19, {})
 
 
-@pytest.mark.parametrize("wrong", ["mask", "place"])
+@pytest.mark.parametrize("wrong", ["mask", pytest.param("place", marks=pytest.mark.long)])
 def test_a_window_that_changes_logits_is_dropped_and_all_positions_kept(
     wrong, plain, monkeypatch, caplog
 ):
@@ -164,7 +168,9 @@ def test_a_window_that_changes_logits_is_dropped_and_all_positions_kept(
     else:
         monkeypatch.setattr(StepCache, "__init__", wrong_place)
     with caplog.at_level(logging.WARNING, "graphrt"):
-        model = with_graphs(sliding_model("gemma2"), max_batch=2, max_len=LENGTH, strict=True)
+        model = with_graphs(
+            sliding_model("gemma2"), max_batch=2, sizes=[2], max_len=LENGTH, strict=True
+        )
     assert "keeps all positions where it slides: " in caplog.text
     assert graphs_of(model).report().window is None
     tokens = random_tokens(2, 20)
@@ -266,7 +272,7 @@ def test_assisted_generation_runs_eagerly_and_its_cache_serves_the_next_call(mod
 
 
 def test_a_sliding_sequence_beyond_max_len_continues_eagerly_with_its_window(plain):
-    model = with_graphs(sliding_model("gemma2"), max_batch=2, max_len=24, strict=True)
+    model = with_graphs(sliding_model("gemma2"), max_batch=2, sizes=[2], max_len=24, strict=True)
     tokens = random_tokens(2, 14)
     assert torch.equal(generate(model, tokens), generate(plain, tokens))
     assert served(model) == (10, {"the sequence is longer than 24 tokens": 9})

@@ -37,7 +37,7 @@ def check(totals: long.Totals, steps: int) -> None:
 
 
 def test_random_steps_of_clean_models_give_no_finding():
-    check(long.run(60, level="capture"), 60)
+    check(long.run(30, level="capture"), 30)
 
 
 @pytest.mark.long

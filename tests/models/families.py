@@ -185,9 +185,10 @@ def decode(
     capture_first: bool = False,
     new_cache: Callable[[Any], Any] | None = None,
     host: Callable[[Decoder], Host] | None = None,
+    steps: int = STEPS,
     **options: Any,
 ) -> Outcome:
-    """Decode twice `STEPS` tokens for `BATCH` rows: prompts eagerly, then step by step through one
+    """Decode twice `steps` tokens for `BATCH` rows: prompts eagerly, then step by step through one
     runner's graph, captured after the first prompt or before it; the cache is reset in between.
 
     The twin's tokens are fed to both, so that each step is judged by itself. `options` are those of
@@ -217,7 +218,7 @@ def decode(
                 served.prefill(prompts)
                 if seed == 0 and not capture_first:
                     runner.capture()
-                _steps(runner, twin, tokens, outcome)
+                _steps(runner, twin, tokens, outcome, steps)
             except GraphRTError as error:
                 outcome.findings.append(f"{type(error).__name__}: {error}")
                 break
@@ -234,9 +235,11 @@ def decode(
     return outcome
 
 
-def _steps(runner: GraphRunner, twin: Decoder, tokens: torch.Tensor, outcome: Outcome) -> None:
+def _steps(
+    runner: GraphRunner, twin: Decoder, tokens: torch.Tensor, outcome: Outcome, steps: int
+) -> None:
     seen = set()
-    for _ in range(STEPS):
+    for _ in range(steps):
         expected = twin.forward(tokens)
         got = runner(input_ids=tokens)
         outcome.steps += 1

@@ -54,6 +54,16 @@ def new_model(name: str, device: str = "cpu", **config: Any) -> Any:
         return getattr(transformers, family.model)(merged).eval().to(device)
 
 
+def counted_anew(model: Any) -> Any:
+    """A model with graphs that earlier tests have used: nothing is in its memory, counts are 0."""
+    from graphrt.hosts.transformers import graphs_of
+
+    graphs = graphs_of(model)
+    graphs.reset()
+    graphs._counts.__init__(type(model).__name__)
+    return model
+
+
 def random_tokens(rows: int, length: int, device: str = "cpu", seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, VOCAB, (rows, length), generator=generator).to(device)

@@ -98,7 +98,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
     "graphrt/core/capture/": (
         "tests/core/test_segments.py",
-        "tests/core/test_state.py",
+        "tests/trust/test_state.py",
         "tests/core/test_source_lines.py",
         "tests/core/test_options.py",
         "tests/core/test_eager_parts.py",

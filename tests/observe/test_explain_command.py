@@ -112,6 +112,24 @@ def test_explain_of_an_uncapturable_forward_gives_the_reason_and_no_code(name, w
     assert "GraphRunner(" not in text
 
 
+@pytest.mark.parametrize(
+    ("source", "what"),
+    [
+        ("def f(:", "SyntaxError"),
+        ("1 / 0", "ZeroDivisionError"),
+        ("raise SystemExit(3)", "SystemExit: 3"),
+    ],
+)
+def test_a_module_that_fails_at_its_import_is_named_with_its_error(
+    source, what, tmp_path, monkeypatch
+):
+    (tmp_path / "failing_at_import.py").write_text(source, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(InvalidOptionError, match=f"no such forward(.|\n)*{what}"):
+        run("failing_at_import:f", "--input", INPUT)
+
+
 def test_explain_accepts_a_factory_target_and_prints_json():
     weights = run(f"{HERE}made", "--made", "--input", "input=float32[tokens,8]", "--json")
     data = json.loads(weights[1])
@@ -133,6 +151,17 @@ def test_explain_accepts_a_factory_target_and_prints_json():
         ([f"{HERE}plain", "--input", "x=float32[\u00b2]"], "--input says"),
         ([f"{HERE}plain", "--input", f"x=float32[{'9' * 5000}]"], "--input|shape"),
         ([f"{HERE}plain", "--input", "x=quint8[tokens]"], "wrong dtype"),
+        (
+            [f"{HERE}plain", "--input", "x=float8_e4m3fn[tokens,8]"],
+            "fails on such inputs(.|\n)*plain",
+        ),
+        (
+            [f"{HERE}plain", "--input", "x=float32[tokens,7]"],
+            "fails on such inputs(.|\n)*RuntimeError",
+        ),
+        ([f"{HERE}made", "--made", "--input", "input=float8_e8m0fnu[tokens,8]"], "fails on such"),
+        ([".x:f", "--input", INPUT], "no such forward"),
+        (["..:f", "--input", INPUT], "no such forward"),
     ],
 )
 def test_explain_refuses_invalid_targets_and_inputs_by_name(arguments, what):

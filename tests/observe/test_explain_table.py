@@ -13,6 +13,7 @@ import torch
 
 from graphrt import InputSpec, eager_break
 from graphrt.observe import Explanation, explain
+from tests.draws import rest_long
 
 WEIGHT = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
 COUNT = torch.zeros(1)
@@ -196,7 +197,7 @@ def test_the_explained_code_keeps_the_padding_options_of_inputs():
     )
     assert "InputSpec(torch.int64, ('reqs',), pad=-1, index=True)" in explanation.code
     assert "InputSpec(torch.int64, ('reqs+1',), pad='repeat')" in explanation.code
-    assert runner_of(explanation, shifted).plan.sizes.mixed == (4,)
+    assert runner_of(explanation, shifted).plan.sizes.general == (4,)
 
 
 def runner_of(explanation: Explanation, forward: Callable[..., Any]) -> Any:
@@ -270,7 +271,8 @@ def model_of(name: str, **more: Any) -> Callable[..., torch.Tensor]:
     return lambda **inputs: model(**inputs)[0]
 
 
-@pytest.mark.parametrize("name", MODELS)
+# A decoder, a model of two inputs, and one of pictures.
+@pytest.mark.parametrize("name", rest_long(MODELS, "llama", "t5", "vit"))
 def test_explain_of_each_transformers_model_reports_no_obstacles(name):
     forward, inputs = model_of(name), MODELS[name][3]
     explanation = explained(forward, inputs)

@@ -12,7 +12,7 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "how-to" / "observing.md"
 def without_times(text: str) -> str:
     """Times, sizes of pools and the blanks beside them are a machine's own, and how changes in
     Python are seen is Python's."""
-    text = re.sub(r" *Changes in Python: .*\n", "", text)
+    text = re.sub(r" *A Python value changed .*\n", "", text)
     return re.sub(r" +", " ", re.sub(r"[\d.]+ (ms|us|s|KiB|B)\b", "TIME", text))
 
 
@@ -28,5 +28,4 @@ def test_the_code_of_the_observing_page_runs_and_prints_as_documented(
         printed = textwrap.indent(capsys.readouterr().out, "    ", lambda line: bool(line.strip()))
         assert without_times(printed) in without_times(text)
     made = {path.name for path in tmp_path.iterdir()}
-    assert made == {"run.json", "run.html", "trace.json", "trace.html"}
-    assert "Timeline" in (tmp_path / "trace.html").read_text(encoding="utf-8")
+    assert made == {"run.json", "run.html", "trace.json"}

@@ -15,7 +15,6 @@ import torch
 from graphrt import Batch, GraphRunner, InputSpec
 from graphrt.core.base.errors import InvalidOptionError
 from graphrt.observe import load_report, page, trace, write_page
-from graphrt.observe.pages.parts import time_line
 from tests.observe.planted import places, planted_runner, run_planted, short_document, step
 
 VOID = {"meta", "br", "i/"}
@@ -85,15 +84,14 @@ def test_a_page_has_all_sections_and_loads_no_external_resource(traced: Path):
         "Steps by reason",
         "Padding over batch size",
         "Where capture time went",
-        "Timeline",
         "Memory that graphs read",
     ]
 
 
-def test_a_page_of_a_run_without_steps_omits_timeline_and_padding():
+def test_a_page_of_a_run_without_steps_omits_padding():
     runner = planted_runner()
     titles = Outline(page(runner.report())).titles
-    assert "Timeline" not in titles and "Padding over batch size" not in titles
+    assert "Padding over batch size" not in titles
     runner.release()
     assert "None is captured." in page(runner.report())
 
@@ -174,7 +172,7 @@ def test_markup_in_any_field_of_a_file_reaches_no_tag_attribute_or_class(traced:
             elements = Elements(text)
             assert elements.scripts == 1 and elements.found <= allowed, path
             shown += "&lt;script&gt;" in text
-    assert shown > 40
+    assert shown >= 40
 
 
 def test_the_policy_of_a_page_allows_its_own_style_and_script_alone(traced: Path):
@@ -236,7 +234,7 @@ def test_a_loaded_report_equals_the_saved_report(tmp_path: Path, traced: Path):
     assert load_report(traced) == first
 
 
-def test_many_batch_sizes_are_grouped_and_tiny_time_slices_merged():
+def test_many_batch_sizes_are_grouped():
     runner = GraphRunner(
         lambda x: x + 1,
         mode="FULL",
@@ -249,5 +247,3 @@ def test_many_batch_sizes_are_grouped_and_tiny_time_slices_merged():
         runner(x=torch.zeros(tokens, 2))
     text = page(runner.report())
     assert ">1 to 5</th>" in text and ">96 to 100</th>" in text and "26 others" in text
-    line = time_line("steps", [(at * 1.0, 0.5, "live", "") for at in range(10_000)], 10_000.0)
-    assert 500 < line.count("<rect") <= 1000

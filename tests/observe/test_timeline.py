@@ -175,6 +175,12 @@ def test_a_traced_runner_gives_the_outputs_of_an_untraced_runner(tmp_path: Path)
     assert len(slices_of(tmp_path / "trace.json")["steps by graphs"]) == 4
 
 
+@pytest.mark.parametrize("path", [None, 5, b"trace.json", ["trace.json"]], ids=repr)
+def test_a_trace_to_something_that_is_no_path_is_refused(path: Any):
+    with pytest.raises(InvalidOptionError, match=r"path(.|\n)*trace\.json"):
+        trace(path, planted_runner())
+
+
 def test_a_trace_without_a_runner_or_without_nvtx_is_refused(tmp_path: Path):
     with pytest.raises(InvalidOptionError, match="runner"):
         trace(tmp_path / "trace.json", torch.nn.Linear(1, 1))  # type: ignore[arg-type]

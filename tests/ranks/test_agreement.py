@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.draws import rest_long
 from tests.ranks.launching import TIMEOUT_S, launch
 
 SIZES = [1, 2, 4, 8]
@@ -23,14 +24,17 @@ def assert_same(by_rank: dict[int, dict[str, Any]]) -> None:
             assert step == first or {step[2], first[2]} & failed
 
 
+SEVERAL: list[tuple[int, dict[str, Any]]] = [
+    (2, {"idle": 0.1, "beyond": 2, "check": "sample"}),
+    (2, {"check": "always", "steps": 30}),
+    (2, {"loras": [0, 1, 2], "plan": {"loras": [1, 2]}}),
+    (4, {"idle": 0.2, "beyond": 1, "query_lens": [1, 2], "uniform": 0.7}),
+]
+
+
 @pytest.mark.parametrize(
     ("ranks", "case"),
-    [
-        (2, {"idle": 0.1, "beyond": 2, "check": "sample"}),
-        (2, {"check": "always", "steps": 30}),
-        (2, {"loras": [0, 1, 2], "plan": {"loras": [1, 2]}}),
-        (4, {"idle": 0.2, "beyond": 1, "query_lens": [1, 2], "uniform": 0.7}),
-    ],
+    rest_long(SEVERAL, 0, 2, name=SEVERAL.index),
     ids=lambda value: ", ".join(map(str, value)) if isinstance(value, dict) else f"{value} ranks",
 )
 def test_ranks_with_different_batches_replay_the_same_graphs(
@@ -41,7 +45,7 @@ def test_ranks_with_different_batches_replay_the_same_graphs(
     assert by_rank[0]["reasons"]["HIT"] > 20
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", rest_long([2, 3], 2))
 def test_without_a_graph_for_all_every_rank_runs_the_rows_of_the_largest(ranks: int) -> None:
     """Batches above the largest size on some ranks, idle ones on others, and collectives over
     rows: with other sizes gloo would end the processes."""
@@ -61,7 +65,7 @@ def test_a_graph_dropped_on_a_rank_is_replayed_on_no_rank() -> None:
     assert ["PIECEWISE", 8, "HIT"] in by_rank[0]["steps"][10:]
 
 
-@pytest.mark.parametrize("check", ["capture", "always"])
+@pytest.mark.parametrize("check", rest_long(["capture", "always"], "capture"))
 def test_a_value_changed_on_a_single_rank_is_tried_on_all_ranks(check: str) -> None:
     change = {"fault": {"kind": "attribute", "name": "scale", "at": 30, "to": 3.0}}
     case = {"sizes": SIZES, "steps": 60, "check": check, "of_rank": {"1": change}}
@@ -121,13 +125,17 @@ def test_capture_next_of_different_graphs_raises_on_all_ranks_before_capturing()
 
 @pytest.mark.parametrize(
     ("kind", "lost", "error", "text"),
-    [
-        ("kill inside", 1, "RankLostError", "rank 1, last heard at step"),
-        ("stop", 1, "RankLostError", "rank 1, last heard at step"),
-        ("raise", 1, "RankStoppedError", "rank 1: GraphRTError: a planted error"),
-        ("kill", 0, "RankLostError", "rank 0"),
-        ("stop", 0, "RankLostError", "rank 0"),
-    ],
+    rest_long(
+        [
+            ("kill inside", 1, "RankLostError", "rank 1, last heard at step"),
+            ("stop", 1, "RankLostError", "rank 1, last heard at step"),
+            ("raise", 1, "RankStoppedError", "rank 1: GraphRTError: a planted error"),
+            ("kill", 0, "RankLostError", "rank 0"),
+            ("stop", 0, "RankLostError", "rank 0"),
+        ],
+        *("stop on 1", "raise on 1", "kill on 0"),
+        name=lambda case: f"{case[0]} on {case[1]}",
+    ),
 )
 def test_the_remaining_ranks_raise_and_name_a_lost_rank(
     kind: str, lost: int, error: str, text: str

@@ -358,7 +358,12 @@ def check(steps: int, kinds: list[str], device: str = "cpu") -> None:
     }, str(totals)
 
 
-@pytest.mark.parametrize("kinds", [["lazy"], ["full"], ["pieces"], list(KINDS)], ids=" ".join)
+@pytest.mark.parametrize(
+    "kinds",
+    # Four runners at once have every kind.
+    [*(pytest.param([kind], marks=pytest.mark.long) for kind in KINDS), list(KINDS)],
+    ids=" ".join,
+)
 def test_threads_get_right_values_while_graphs_are_captured_and_dropped(kinds: list[str]) -> None:
     check(1000, kinds)
 
@@ -378,12 +383,13 @@ def test_20_000_steps_in_8_threads_on_a_gpu_give_right_values(kinds: list[str]) 
 def test_a_thread_that_asks_a_capture_for_its_name_as_its_segment_ends_gets_pool_busy_error():
     """Its look at the context has begun when the context gets its own class back."""
     pool = GraphPool("cpu")
-    with ForwardContext(FULL, BatchDescriptor(4)) as context:
+    with ForwardContext(FULL, BatchDescriptor(4), metadata="the host's", query_len=2) as context:
         pool.owner = context
         withhold(context)
         look = type(context).__getattribute__
         hand_back(context)
         assert look(context, "mode") is FULL
+        assert (look(context, "metadata"), look(context, "query_len")) == ("the host's", 2)
         with pytest.raises(AttributeError):
             look(context, "refusal")
         assert isinstance(pool.busy_error(None), PoolBusyError)

@@ -19,6 +19,7 @@ import string
 import sys
 import tempfile
 import types
+import warnings
 from collections import ChainMap, Counter, UserDict, UserList, defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import distributions, nn
+from torch.utils._pytree import tree_structure
 
 from graphrt import GraphPool, GraphRunner, GraphWrapper, InputSpec, KeyedGraphs
 from tests.trust.host_programs import HANDLES, PROGRAMS, WIDTH, Change, Program, program
@@ -89,6 +91,36 @@ holds(
     lambda held: held.param_groups[0]["lr"],
     lambda held: held.param_groups[0].update(lr=3.0),
     "learning rate of an optimizer",
+)
+
+
+def compiled_by_torchscript(make: Callable[[nn.Module], nn.Module], name: str) -> None:
+    """A program whose host puts another module of TorchScript in the place of one."""
+
+    def built() -> nn.Module:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return make(nn.Linear(WIDTH, WIDTH))
+
+    def build() -> Change:
+        model = nn.Sequential(built())
+        return lambda x: model(x), lambda: setattr(model, "0", built())
+
+    PROGRAMS.append(Program(name, "dict", build))
+
+
+@program("dict")
+def structure_of_a_tree() -> Change:
+    held = types.SimpleNamespace(structure=tree_structure([0]))
+    return (
+        lambda x: x * held.structure.num_leaves,
+        lambda: setattr(held, "structure", tree_structure([0, 0, 0])),
+    )
+
+
+compiled_by_torchscript(torch.jit.script, "scripted module replaced")
+compiled_by_torchscript(
+    lambda module: torch.jit.trace(module, torch.ones(1, WIDTH)), "traced module replaced"
 )
 holds(
     "dict",

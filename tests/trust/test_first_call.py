@@ -109,7 +109,9 @@ def a_scale(table: torch.Tensor, x: torch.Tensor) -> None:
 @pytest.mark.parametrize("fill", [a_table, a_scale])
 @pytest.mark.parametrize("mark", MARKS)
 def test_a_table_filled_in_place_by_the_first_call_is_refused_by_name(mark, fill):
-    with pytest.raises(PythonStateError, match="fills memory when it runs first") as raised:
+    with pytest.raises(
+        PythonStateError, match="first call of the forward made or filled"
+    ) as raised:
         runner_of(mark(fill))
     assert re.search(r"got: .*table.*: .*table\.copy_\(", str(raised.value))
 
@@ -167,7 +169,7 @@ def a_table_of_some_sizes() -> Forward:
 def test_a_table_filled_by_each_size_needs_a_call_of_each_size_before_capture(make):
     sizes = [1, 2, 4, 8]
     for counts in ((), (8, 4, 2)):
-        with pytest.raises(PythonStateError, match="fills memory when it runs first"):
+        with pytest.raises(PythonStateError, match="first call of the forward made or filled"):
             runner_of(called(make(), *counts), sizes=sizes)
     right, ran, said, _ = served(
         lambda: called(make(), *sizes), (4, 3, 2, 8, 5, 4, 1, 2), sizes=sizes
@@ -190,7 +192,9 @@ def cache_that_the_first_call_clears(was: float) -> Forward:
 
 @pytest.mark.parametrize("was", [0.0, 1.0])
 def test_a_cache_that_the_first_call_clears_is_refused_by_name(was):
-    with pytest.raises(PythonStateError, match="fills memory when it runs first") as raised:
+    with pytest.raises(
+        PythonStateError, match="first call of the forward made or filled"
+    ) as raised:
         runner_of(cache_that_the_first_call_clears(was))
     assert "model.cache" in str(raised.value)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from itertools import repeat, takewhile
+from itertools import product, repeat, takewhile
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +23,7 @@ from graphrt.trust import glances, host_watch
 from graphrt.trust import reads as reads_module
 from graphrt.trust.host_watch import watch_state
 from graphrt.trust.places.walk import where_is
+from tests.draws import rest_long
 from tests.trust import library_programs  # noqa: F401 - adds programs
 from tests.trust.host_programs import (
     HANDLES,
@@ -115,8 +116,20 @@ def _no_grad() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
-@pytest.mark.parametrize("each", PROGRAMS, ids=lambda each: each.name)
+IN_PIECES = PROGRAMS[::8]
+"""How a change is noticed does not depend on the mode."""
+
+
+@pytest.mark.parametrize(
+    ("each", "mode"),
+    rest_long(
+        product(PROGRAMS, ("FULL", "PIECEWISE")),
+        *((each.name, "FULL") for each in PROGRAMS),
+        *((each.name, "PIECEWISE") for each in IN_PIECES),
+        name=lambda case: (case[0].name, case[1]),
+    ),
+    ids=lambda value: getattr(value, "name", value),
+)
 def test_after_a_change_steps_are_right_or_the_change_is_named_in_time(
     each: Program, mode: str
 ) -> None:

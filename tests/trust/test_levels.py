@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import tempfile
 import warnings
@@ -33,6 +34,7 @@ from graphrt.core.base.errors import (
     VerificationError,
 )
 from graphrt.core.runner.engine import StepEngine
+from tests.draws import rest_long
 from tests.trust.twins import ambient_state_put_back
 
 LEVELS = ("off", "capture", "first", "sample", "always")
@@ -157,9 +159,17 @@ def test_each_level_tries_its_own_number_of_steps_of_each_graph(level):
     assert counts(runner) == {Reason.HIT: len(SERVED)}
 
 
-@pytest.mark.parametrize("own", LEVELS)
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("spelled", ["{}", " {} ", "upper"])
+SPELLED = [
+    *((own, level, "{}") for own, level in zip(LEVELS, [*LEVELS[1:], LEVELS[0]], strict=True)),
+    (LEVELS[0], LEVELS[-1], " {} "),
+    (LEVELS[-1], LEVELS[0], "upper"),
+]
+
+
+@pytest.mark.parametrize(
+    ("own", "level", "spelled"),
+    rest_long(itertools.product(LEVELS, LEVELS, ["{}", " {} ", "upper"]), *SPELLED),
+)
 def test_the_environment_variable_overrides_the_level_of_the_options(
     own, level, spelled, monkeypatch
 ):
@@ -857,7 +867,7 @@ def test_a_step_in_quarantine_does_not_search_the_forward_for_tensors(monkeypatc
         for _ in range(20):
             runner(x=rows(4))
 
-    with pytest.warns(GraphQuarantinedWarning, match="where the graphs read them"):
+    with pytest.warns(GraphQuarantinedWarning, match="the graphs still read the old ones"):
         until_it_is_seen()
     monkeypatch.setattr(runner.graphs.checks.reads, "moved", lambda: pytest.fail("walked"))
     assert torch.equal(runner(x=rows(4)), rows(4) * 2)

@@ -3,8 +3,9 @@ row, a spare page, masked writes and kernels that skip padding: no word."""
 
 from __future__ import annotations
 
+import itertools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 from graphrt import GraphOptions, GraphRunner, InputSpec
 from graphrt.errors import GraphQuarantinedWarning, RowsMixedError
+from tests.draws import rest_long
 
 WIDTH, ROWS, PAGE = 4, 32, 4
 X = InputSpec(torch.float32, ("tokens", WIDTH))
@@ -234,9 +236,18 @@ WRONG: dict[str, tuple[Callable[[], Program], Steps]] = {
 }
 
 
-@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
-@pytest.mark.parametrize("check", ["capture", "first", "sample", "always"])
-@pytest.mark.parametrize("name", WRONG)
+def at_levels(programs: Iterable[str]) -> list[Any]:
+    """Each program without trials of steps and with them, in one of the modes each."""
+    names = [*programs]
+    levels = ("capture", "first", "sample", "always")
+    return rest_long(
+        itertools.product(names, levels, ("FULL", "PIECEWISE")),
+        *((name, "capture", "FULL") for name in names),
+        *((name, "always", "PIECEWISE") for name in names),
+    )
+
+
+@pytest.mark.parametrize(("name", "check", "mode"), at_levels(WRONG))
 def test_padding_on_the_row_of_a_resting_request_is_named(name, check, mode):
     build, steps = WRONG[name]
     assert is_named_before_a_wrong_value(served(build, steps, check=check, mode=mode))
@@ -261,9 +272,7 @@ RIGHT: dict[str, tuple[Callable[[], Program], Steps]] = {
 }
 
 
-@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
-@pytest.mark.parametrize("check", ["capture", "first", "sample", "always"])
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize(("name", "check", "mode"), at_levels(RIGHT))
 def test_padding_on_a_row_of_nobody_is_not_named(name, check, mode):
     build, steps = RIGHT[name]
     for right, words in served(build, steps, check=check, mode=mode):
@@ -522,7 +531,7 @@ def test_memory_too_large_to_be_saved_is_looked_at_too():
 # Random programs ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", rest_long(range(40), *range(12)))
 def test_at_always_no_wrong_value_goes_unnamed_and_no_spare_row_is_named(seed):
     """Requests of one slot each, of which some rest: steps write new values and read old ones."""
     random = torch.Generator().manual_seed(seed)

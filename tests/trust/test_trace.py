@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphrt.core.capture.operators import in_bounds
+from graphrt.trust.watching.rows import in_bounds
 from graphrt.trust.watching.watch import (
     Deviation,
     Trace,

@@ -49,7 +49,7 @@ def watched(
 
 
 def run(state: WatchedState, function: Callable[[], Any], kind: Any = "a", tokens: int = 4) -> Any:
-    return state.run(kind, tokens, frozenset(), lambda: function)
+    return state.run(kind, tokens, {}, lambda: function)
 
 
 class Model(SimpleNamespace):
@@ -339,7 +339,9 @@ FINE = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_state_made_by_a_warm_up_and_continued_by_later_runs_is_refused(name):
-    with pytest.raises(PythonStateError, match="fills memory when it runs first") as raised:
+    with pytest.raises(
+        PythonStateError, match="first call of the forward made or filled"
+    ) as raised:
         captured(state_made_by(*REFUSED[name]))
     assert "model.state" in str(raised.value)
 
@@ -358,7 +360,7 @@ def test_a_table_made_by_a_warm_up_that_fits_every_run_is_accepted(name):
     [add_out, other_half],
 )
 def test_state_made_by_a_warm_up_and_partly_overwritten_is_refused(use):
-    with pytest.raises(PythonStateError, match="fills memory when it runs first"):
+    with pytest.raises(PythonStateError, match="first call of the forward made or filled"):
         captured(state_made_by(zeros, use))
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from graphrt.core.base import tree
 from graphrt.core.base.torch_names import dispatch_modes
-from graphrt.trust.snapshot import Generators
+from graphrt.trust.generators import WatchedGenerators
 from graphrt.trust.watching.watch import Use, Watch
 from graphrt.trust.watching.writes import storage_of
 
@@ -331,7 +331,7 @@ def test_a_write_of_compiled_code_is_no_use_and_the_code_is_noted():
 
 def test_generators_that_the_forward_used_are_restored_and_unused_ones_are_not():
     own, other = torch.Generator().manual_seed(3), torch.Generator().manual_seed(4)
-    generators = Generators("cpu")
+    generators = WatchedGenerators("cpu")
     before = own.get_state()
 
     def run():

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import types
 import warnings
 import weakref
@@ -41,6 +42,7 @@ from graphrt.errors import (
 )
 from graphrt.trust.checks import Checks
 from graphrt.trust.reads import ReadSet
+from tests.draws import rest_long
 from tests.trust.host_programs import WIDTH, Net
 
 IS_TOLD = NativeWatch is not None
@@ -130,8 +132,14 @@ CHANGES: dict[str, Callable[[Net], object]] = {
 }
 
 
-@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    rest_long(
+        itertools.product(CHANGES, ("FULL", "PIECEWISE")),
+        *((name, "FULL") for name in CHANGES),
+        ("weight", "PIECEWISE"),
+    ),
+)
 def test_a_change_is_found_at_the_next_call_and_another_capture_ends_the_quarantine(
     name: str, mode: str
 ) -> None:
@@ -339,7 +347,7 @@ class Keyed(Loop):
         return sum(each.steps for graph in graphs for each in graph.trials.records)
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("name", rest_long(CHANGES, "number", "hook", "weight"))
 def test_a_change_is_found_at_the_next_replay_of_a_keyed_graph(name: str) -> None:
     net = Net()
     engine = Keyed(net)

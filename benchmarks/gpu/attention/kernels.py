@@ -7,8 +7,7 @@ For MLA (DeepSeek-V2-Lite) and GQA (Llama-8B), ragged batches, device time of on
 - "eager": launched eagerly with the best number of splits of those tried (an oracle);
 - "worst case": a graph whose splits are fixed for the longest context there can be;
 - "bounds": one whose splits are fixed for the context bound that it was captured for, a power of 2;
-- "device": a graph that schedules its spans by itself, from the lengths, once a step;
-- "task": a graph whose launches are updated to the rule's splits, and "task best" to the oracle's.
+- "device": a graph that schedules its spans by itself, from the lengths, once a step.
 """
 
 from __future__ import annotations
@@ -22,9 +21,8 @@ from typing import Any
 import torch
 
 from benchmarks.common import arguments, copy_bandwidth, environment, finish, show
-from benchmarks.gpu.attention.paged import SHAPES, Paged, decode_runner, graph_us
-from graphrt import Batch
-from graphrt.attention import AttentionShape, TritonAttention
+from benchmarks.gpu.attention.paged import SHAPES, Paged, graph_us
+from graphrt.attention import AttentionShape
 from graphrt.attention.triton.launch import room_for
 from graphrt.attention.triton.work import Room, Splits, fixed_splits, most_splits, scheduled_splits
 
@@ -62,30 +60,6 @@ def candidates(reqs: int, longest: int, room: Room) -> Iterator[Splits]:
             yield Splits(count)
 
 
-def task_us(problem: Paged, counts: list[int]) -> list[float]:
-    """Device time of a layer in a graph that is updated to each number of splits."""
-    reqs = len(problem.lengths)
-    backend = TritonAttention(
-        problem.shape, max_num_reqs=reqs, splits="task", max_context=MAX_CONTEXT
-    )
-    runner = decode_runner(problem, backend, LAYERS)
-    # A value that is the runner's own buffer is not copied.
-    inputs = runner.inputs.layout(reqs, reqs).views
-    inputs["query"].copy_(problem.query)
-    inputs["block_table"].copy_(problem.step.block_table)
-    inputs["context_lens"].copy_(problem.step.context_lens)
-    found = []
-    for count in counts:
-        updates = {backend.group: {"num_splits": count}}
-
-        def step(updates: dict[str, Any] = updates) -> None:
-            runner(Batch(reqs, reqs, query_len=1), updates=updates, **inputs)
-
-        found.append(queued_us(step) / LAYERS)
-    runner.close()
-    return found
-
-
 def measure(shape: AttentionShape, reqs: int, longest: int, bandwidth: float) -> dict[str, Any]:
     lengths = ragged(reqs, longest)
     problem = Paged(shape, lengths, layers=LAYERS, max_context=MAX_CONTEXT)
@@ -102,10 +76,9 @@ def measure(shape: AttentionShape, reqs: int, longest: int, bandwidth: float) ->
     tried = {splits.num_splits: in_graph(splits) for splits in candidates(reqs, longest, room)}
     best = min(tried, key=lambda count: tried[count])
     bound = max(64, 1 << (longest - 1).bit_length())
-    rule = fixed_splits(lengths, room).num_splits
+    rule = fixed_splits(longest, reqs, room).num_splits
     problem.make_workspace(Splits(best))
     eager = queued_us(problem.launches(Splits(best), room, MAX_CONTEXT, LAYERS)) / LAYERS
-    task, task_best = task_us(problem, [rule, best])
     return {
         "reqs": reqs,
         "longest": longest,
@@ -114,11 +87,9 @@ def measure(shape: AttentionShape, reqs: int, longest: int, bandwidth: float) ->
         "rule_splits": rule,
         "eager": eager,
         "graph_best": tried[best],
-        "worst_case": in_graph(fixed_splits([MAX_CONTEXT] * reqs, room)),
-        "bounds": in_graph(fixed_splits([bound] * reqs, room)),
+        "worst_case": in_graph(fixed_splits(MAX_CONTEXT, reqs, room)),
+        "bounds": in_graph(fixed_splits(bound, reqs, room)),
         "device": in_graph(scheduled_splits(reqs, room, MAX_CONTEXT)),
-        "task": task,
-        "task_best": task_best,
     }
 
 
@@ -139,7 +110,7 @@ def uniform(shape: AttentionShape, bandwidth: float) -> dict[str, Any]:
     }
 
 
-COLUMNS = ("floor", "eager", "worst_case", "bounds", "device", "task", "task_best")
+COLUMNS = ("floor", "eager", "graph_best", "worst_case", "bounds", "device")
 
 
 def main() -> None:
@@ -163,15 +134,14 @@ def main() -> None:
         results["shapes"][name] = rows
         show(
             f"{name}: us a layer",
-            ["reqs", "longest", "splits", *COLUMNS, "task/eager", "gain"],
+            ["reqs", "longest", "splits", *COLUMNS, "device/best"],
             [
                 [
                     row["reqs"],
                     row["longest"],
                     f"{row['rule_splits']} ({row['best_splits']})",
                     *(row[column] for column in COLUMNS),
-                    row["task_best"] / row["eager"],
-                    min(row["worst_case"], row["device"]) / row["task_best"],
+                    row["device"] / row["graph_best"],
                 ]
                 for row in rows
             ],

@@ -7,14 +7,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from graphrt import GraphRunner, InputSpec
 from graphrt.attention import (
     AttentionShape,
     AttentionStep,
     GroupedShape,
     LatentShape,
-    TritonAttention,
-    supports_of,
 )
 from graphrt.attention.triton.launch import Tiles, Workspace, decode, schedule
 from graphrt.attention.triton.work import Room, Splits
@@ -113,39 +110,6 @@ class Paged:
             torch.empty(spans, rows, self.shape.value_dim, device="cuda"),
             torch.empty(spans, rows, device="cuda"),
         )
-
-
-def decode_runner(problem: Paged, backend: TritonAttention, layers: int) -> GraphRunner:
-    """A captured runner of so many layers of attention."""
-
-    def forward(
-        query: torch.Tensor, block_table: torch.Tensor, context_lens: torch.Tensor
-    ) -> torch.Tensor:
-        step = backend.begin(block_table, context_lens)
-        for layer in range(layers):
-            out = problem.outs[layer % len(problem.outs)]
-            backend.attend(step, query, *problem.caches(layer), out=out)
-        return problem.outs[-1]
-
-    def spec(dtype: torch.dtype, *axes: int | str) -> InputSpec:
-        return InputSpec(dtype, axes, pad=0)
-
-    reqs, shape = len(problem.lengths), problem.shape
-    runner = GraphRunner(
-        forward,
-        mode="FULL_DECODE_ONLY",
-        sizes=[reqs],
-        max_num_reqs=reqs,
-        max_num_tokens=reqs,
-        inputs={
-            "query": spec(torch.bfloat16, "tokens", shape.num_heads, shape.query_dim),
-            "block_table": spec(torch.int32, "reqs", problem.step.block_table.shape[1]),
-            "context_lens": spec(torch.int32, "reqs"),
-        },
-        attention=supports_of(backend),
-    )
-    runner.capture()
-    return runner
 
 
 def graph_us(run: Callable[[], object], rounds: int = 9, repeats: int = 4) -> float:

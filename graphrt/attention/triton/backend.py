@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
@@ -14,16 +13,14 @@ from graphrt.attention.prefill.varlen import varlen_attention
 from graphrt.attention.shapes import AttentionShape, check_strides
 from graphrt.attention.triton.launch import Workspace, interpreted, room_for
 from graphrt.attention.triton.operators import paged_decode, schedule_spans
-from graphrt.attention.triton.work import SHORT, Splits, fixed_splits, most_splits, scheduled_splits
+from graphrt.attention.triton.work import SHORT, Splits, fixed_splits, scheduled_splits
 from graphrt.core.base.errors import InvalidInputError, InvalidOptionError
-from graphrt.core.base.option_values import count_of, shown
+from graphrt.core.base.option_values import choice, count_of
 from graphrt.core.batch.context import current_context
-from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import AttentionSupport
-from graphrt.core.replay.tasks import HostArg, HostValues, UpdatableTask
 
-SplitPolicy = Literal["device", "fixed", "task"]
-_POLICIES = ("device", "fixed", "task")
+SplitPolicy = Literal["device", "fixed"]
+_POLICIES = ("device", "fixed")
 
 
 class TritonAttention(AttentionBackend):
@@ -35,7 +32,6 @@ class TritonAttention(AttentionBackend):
     - "device": a small kernel inside of the graph, once a step, from `context_lens`; one graph is
       good for all lengths. The default, as nothing else was faster (`docs/how-to/attention.md`).
     - "fixed": the longest context of the graph: `max_context`, or the first of its `bounds`.
-    - "task": the host, at every step, with `updates()`: the launches are updatable tasks.
     """
 
     name: ClassVar[str] = "graphrt-triton"
@@ -49,28 +45,16 @@ class TritonAttention(AttentionBackend):
         splits: SplitPolicy = "device",
         max_context: int | None = None,
         dtype: torch.dtype = torch.bfloat16,
-        group: str = "attention",
         device: torch.device | str = "cuda",
     ) -> None:
         """Buffers for batches of up to `max_num_reqs` requests of `max_query_len` tokens.
 
         `dtype` is that of the queries and caches. `max_context` is the longest context there can
-        be, if that is less than a block table holds; tasks need it, as they are captured for it.
-        `group` is the name of the tasks. Raises `InvalidOptionError`.
+        be, if that is less than a block table holds. Raises `InvalidOptionError`.
         """
         super().__init__(shape)
         device = torch.device(device)
-        if (
-            not isinstance(splits, str)
-            or splits not in _POLICIES
-            or (splits == "task" and max_context is None)
-        ):
-            raise InvalidOptionError(
-                "nobody decides how the keys are split",
-                got=f"splits={shown(splits)}, max_context={shown(max_context)}",
-                expected=f"one of {', '.join(_POLICIES)}; task with max_context",
-                advice='splits="device"',
-            )
+        choice(*_POLICIES)("splits", splits)
         max_num_reqs = count_of("max_num_reqs", max_num_reqs, least=1)
         max_query_len = count_of("max_query_len", max_query_len, least=1)
         if max_context is not None:
@@ -83,7 +67,7 @@ class TritonAttention(AttentionBackend):
                 advice="SdpaAttention runs on every device",
             )
         self.max_num_reqs, self.max_query_len = max_num_reqs, max_query_len
-        self.splits, self.max_context, self.group = splits, max_context, group
+        self.splits, self.max_context = splits, max_context
         processors = _processors(device)
         # Query length -> the room for spans of such steps.
         self._rooms = {
@@ -91,27 +75,12 @@ class TritonAttention(AttentionBackend):
             for query_len in range(1, max_query_len + 1)
         }
         self._workspace = self._new_workspace(device)
-        self._task = UpdatableTask(
-            group, self._issue, {"num_splits": HostArg(axis=None)}, at_capture=self._worst_case
-        )
 
     def decodes(self, query_len: int, reqs: int) -> bool:
         return query_len <= self.max_query_len and reqs <= self.max_num_reqs
 
     def get_cudagraph_support(self) -> AttentionSupport:
         return AttentionSupport.UNIFORM_BATCH
-
-    def updates(self, context_lens: Sequence[int], query_len: int = 1) -> dict[str, HostValues]:
-        """`updates=` of a step, from the lengths on the host; needed for "task" alone."""
-        if query_len not in self._rooms:
-            raise InvalidOptionError(
-                "updates for longer queries than the backend has buffers for",
-                got=f"query_len={query_len}",
-                expected=f"1 to {self.max_query_len}",
-                advice="raise max_query_len= of the backend",
-            )
-        splits = fixed_splits(list(map(int, context_lens)), self._rooms[query_len])
-        return {self.group: {"num_splits": splits.num_splits}}
 
     def begin(
         self,
@@ -152,9 +121,6 @@ class TritonAttention(AttentionBackend):
                 advice="raise max_num_reqs= and max_query_len= of the backend",
             )
         room = self._rooms[step.query_len]
-        if self.splits == "task" and self._updatable():
-            # Nothing is prepared, so `run` issues the task.
-            return step
         if step.max_context <= max(SHORT, room.shortest_span(reqs)):
             return replace(step, prepared=(Splits(1), self._workspace))
         if self.splits != "fixed":
@@ -165,7 +131,7 @@ class TritonAttention(AttentionBackend):
             workspace = replace(self._workspace, schedule=spans)
             schedule_spans(step, room, workspace)
             return replace(step, prepared=(splits, workspace))
-        splits = fixed_splits([step.max_context] * reqs, room)
+        splits = fixed_splits(step.max_context, reqs, room)
         return replace(step, prepared=(splits, self._workspace))
 
     def run(
@@ -178,8 +144,6 @@ class TritonAttention(AttentionBackend):
         check_strides(query, *caches, out)
         if step.query_len is None or isinstance(step.prepared, QueryTiles):
             varlen_attention(self.shape, step, query, caches, out)
-        elif step.prepared is None:
-            self._task(step, query, caches, out)
         else:
             paged_decode(self.shape, step, query, caches, out, *step.prepared)
 
@@ -189,39 +153,10 @@ class TritonAttention(AttentionBackend):
         buffers = vars(self._workspace).values()
         return sum(buffer.numel() * buffer.element_size() for buffer in buffers)
 
-    def _updatable(self) -> bool:
-        """Whether this step has host arguments. A uniform batch under PIECEWISE has none."""
-        context = current_context()
-        if context is None or context.capture is not None:
-            return context is not None
-        return isinstance(context.updates, Mapping) and self.group in context.updates
-
-    def _issue(
-        self,
-        step: AttentionStep,
-        query: torch.Tensor,
-        caches: tuple[torch.Tensor, ...],
-        out: torch.Tensor,
-        *,
-        num_splits: int,
-    ) -> None:
-        reqs, query_len = len(step.context_lens), step.query_len
-        assert query_len is not None
-        # The host counted the live requests; the graph may have more.
-        splits = Splits(most_splits(num_splits, reqs, self._rooms[query_len]))
-        paged_decode(self.shape, step, query, caches, out, splits, self._workspace)
-
-    def _worst_case(self, descriptor: BatchDescriptor) -> HostValues:
-        assert self.max_context is not None
-        lengths = [self.max_context] * (descriptor.num_reqs or 1)
-        splits = fixed_splits(lengths, self._rooms[descriptor.query_len or 1])
-        # Both stages are captured, as an update can leave out the second, but not add it.
-        return {"num_splits": max(2, splits.num_splits)}
-
     def _new_workspace(self, device: torch.device) -> Workspace:
         reqs = self.max_num_reqs
         spans = {query_len: room.limit(reqs) for query_len, room in self._rooms.items()}
-        # If the host decides, requests times their splits are up to twice the limit.
+        # With one number for all, requests times their splits are up to twice the limit.
         factor = 1 if self.splits == "device" else 2
         rows = (
             max(factor * count * length for length, count in spans.items()) * self.shape.num_heads

@@ -12,7 +12,6 @@ reading their keys.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import triton
@@ -83,16 +82,13 @@ def scheduled_splits(reqs: int, room: Room, longest: int) -> Splits:
     return Splits(room.limit(reqs, longest), scheduled=True)
 
 
-def fixed_splits(lengths: Sequence[int], room: Room) -> Splits:
-    """The same number of spans for each request: by the rule, for the longest of `lengths`.
-
-    Numbers are rounded to 1, 2, 3, 4, 6, 8, 12, ...: a request that grows by a token a step
-    keeps its number for long.
-    """
-    reqs, longest = max(1, len(lengths)), max(lengths, default=1)
+def fixed_splits(longest: int, reqs: int, room: Room) -> Splits:
+    """The same number of spans for each of `reqs` requests: by the rule, as if all had `longest`
+    tokens. Numbers are rounded to 1, 2, 3, 4, 6, 8, 12, ..., of which the rule was fitted."""
     if longest <= SHORT:
         return Splits(1)
-    wanted = -(-max(1, longest) // room.chunk(sum(lengths), reqs))
+    reqs = max(1, reqs)
+    wanted = -(-longest // room.chunk(longest * reqs, reqs))
     power = 1 << (wanted.bit_length() - 1)
     rounded = min((power, 3 * power // 2, 2 * power), key=lambda count: abs(count - wanted))
     return Splits(most_splits(rounded, reqs, room))

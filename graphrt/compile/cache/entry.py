@@ -39,7 +39,7 @@ from graphrt.compile.cache.store import (
 from graphrt.compile.private_torch.inductor import SaveFormat
 from graphrt.core.base.errors import InvalidOptionError
 from graphrt.core.base.log import logger
-from graphrt.core.base.option_values import shown
+from graphrt.core.base.option_values import refused, shown
 from graphrt.core.base.texts import size_text
 
 DIRECTORY_VARIABLE = "GRAPHRT_CACHE_DIR"
@@ -73,7 +73,7 @@ class CacheEntry:
     ) -> None:
         self.key = key
         self.save_format = _save_format(save_format)
-        self._root = default_directory() if directory is None else Path(directory).expanduser()
+        self._root = default_directory() if directory is None else _expanded(directory)
         # The entry's folders below the root.
         self._folders = key.digest[:16], f"rank_{rank}"
         self.directory = self._root.joinpath(*self._folders)
@@ -181,10 +181,26 @@ def default_directory() -> Path:
     """`GRAPHRT_CACHE_DIR`, or graphrt/compile below the user's cache directory."""
     chosen = os.environ.get(DIRECTORY_VARIABLE)
     if chosen:
-        return Path(chosen).expanduser()
+        return _expanded(chosen)
     user = os.environ.get("XDG_CACHE_HOME", "")
     # The XDG specification has relative paths ignored.
     return (Path(user) if os.path.isabs(user) else Path.home() / ".cache") / "graphrt" / "compile"
+
+
+def _expanded(directory: str | Path) -> Path:
+    """A folder, with `~` as the home of its user. Raises `InvalidOptionError` for one that no
+    folder can be."""
+    try:
+        path = Path(directory).expanduser()
+        path.exists()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise refused(
+            "the folder of the compile cache cannot be used",
+            str(directory),
+            f"a path of this machine ({error})",
+            f"{DIRECTORY_VARIABLE}=/a/folder/of/yours",
+        ) from error
+    return path
 
 
 def _is_disabled() -> bool:

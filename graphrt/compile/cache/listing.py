@@ -45,7 +45,7 @@ class StoredKey:
     def created_s(self) -> float:
         """When it was last added to, in seconds since the epoch."""
         files = [self.directory, *self.directory.glob(f"*/*{SUFFIX}")]
-        return max(each.stat().st_mtime for each in files)
+        return max(map(_changed_s, files))
 
     @property
     def size_bytes(self) -> int:
@@ -155,9 +155,29 @@ def _key(directory: Path) -> CacheKey | None:
                 return None
             text = read_file(opened_directory, KEY_FILE, MOST_TEXT_BYTES)
         key = CacheKey.from_groups(json.loads(text))
+        _check_texts(key)
     except (OSError, ValueError, AttributeError, TypeError, RecursionError, GraphRTError):
         return None
     return key if key.digest.startswith(directory.name) else None
+
+
+def _check_texts(key: CacheKey) -> None:
+    """Raise `TypeError` or `ValueError` for a key whose texts are something else, or cannot be
+    printed: anybody may compute the digest of such a key."""
+    groups = key.groups
+    texts = [*groups["versions"].values(), *groups["sources"].values()]
+    texts.append(groups["settings"].get("backend", ""))
+    "".join(texts)
+    json.dumps(groups, ensure_ascii=False).encode()
+
+
+def _changed_s(path: Path) -> float:
+    try:
+        # Of a link itself: a planted one may lead nowhere.
+        return path.lstat().st_mtime
+    except OSError:
+        # Another process removes it at this moment.
+        return 0.0
 
 
 def _size_bytes(path: Path) -> int:

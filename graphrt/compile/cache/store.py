@@ -21,7 +21,6 @@ from pathlib import Path
 
 from graphrt.compile.cache.permissions import opened, read_file
 from graphrt.core.base.errors import InvalidOptionError
-from graphrt.core.base.homes import public
 from graphrt.core.base.texts import printable, size_text
 
 MAGIC = "graphrt compile cache 2"
@@ -98,7 +97,9 @@ def unpack(archive: bytes, directory: Path) -> None:
 
 
 def _first_line(name: str, key: str, body: bytes) -> bytes:
-    return f"{MAGIC}: {key} {name} {hashlib.sha256(body).hexdigest()}\n".encode()
+    line = f"{MAGIC}: {key} {name} {hashlib.sha256(body).hexdigest()}\n"
+    # A file of somebody else may have any bytes as its name.
+    return line.encode(errors="surrogateescape")
 
 
 def write_atomic(path: Path, content: bytes) -> None:
@@ -132,7 +133,6 @@ def remove_tree(path: Path) -> None:
             path.unlink()
 
 
-@public("graphrt.compile")
 class CompileCacheWarning(UserWarning):
     """An entry is not used, could not be written, or is where others may write."""
 

@@ -11,10 +11,8 @@ from torch import fx
 from graphrt.compile.pieces.wrapping import RunnablePiece
 from graphrt.compile.split.graph import Piece
 from graphrt.compile.split.groups import names_of
-from graphrt.core.base.homes import public
 
 
-@public("graphrt.compile")
 @dataclass
 class Figures:
     """Counts and seconds of one compiled module, from its first trace on."""

@@ -62,7 +62,11 @@ class GuardFilter:
     properties, such as a weight's dtype.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, text_of: Callable[[object], str]) -> None:
+        """`text_of` describes a value in few words, for errors."""
+        self._text_of = text_of
+        self.texts: dict[str, str] = {}
+        """Dynamo's name of a value -> its text at the trace."""
         self.zeros: dict[str, None] = {}
         """Names of floats that are 0.0 or -0.0."""
         self.defaults: dict[str, None] = {}
@@ -76,6 +80,7 @@ class GuardFilter:
     def __call__(self, entries: Sequence[GuardEntry]) -> list[bool]:
         for each in entries:
             if each.has_value:
+                self.texts[_name(each)] = self._text_of(each.value)
                 kind = each.value if isinstance(each.value, type) else type(each.value)
                 self.kinds[kind] = None
             if each.has_value and type(each.value) is float and each.value == 0:
@@ -126,6 +131,16 @@ class _Property(NamedTuple):
     text: str
 
 
+class Broken(NamedTuple):
+    """A guard that does not hold, as Dynamo writes it; its value's name ("" for none), with texts
+    of the value now and at the trace."""
+
+    name: str
+    got: str
+    before: str
+    guard: str
+
+
 class Guards:
     """Tells whether Python state is as it was at the trace of `function`, by the guards that the
     filter `kept` selected. `arguments` are the locals of `function`."""
@@ -150,6 +165,7 @@ class Guards:
         ]
         self.kinds = tuple(kept.kinds)
         """Classes whose methods the forward may call."""
+        self._texts, self._text_of = kept.texts, kept._text_of
         # Kept alive, as the check uses them.
         self._kept = (manager, kept.kept_alive)
 
@@ -163,18 +179,24 @@ class Guards:
                 return False
         return not self._properties or self._changed(arguments) is None
 
-    def broken(self, arguments: Mapping[str, Any]) -> str:
-        """The guard that does not hold, as Dynamo writes it."""
+    def broken(self, arguments: Mapping[str, Any]) -> Broken:
+        """The guard that does not hold."""
         failure = private_attribute(self._root, "check_verbose", _NO_GUARDS)(arguments)
         if not failure.result:
             parts = [str(part) for part in failure.verbose_code_parts]
-            return parts[0].partition("  #")[0].strip() if parts else "an unnamed guard"
-        return self._changed(arguments) or ""
-
-    def value_of(self, source: str, arguments: Mapping[str, Any]) -> object:
-        """The present value at Dynamo's name `source`; raises as Python does if it is gone."""
-        value: object = eval(source, {"__builtins__": {}}, {"L": arguments, "G": self._globals})
-        return value
+            guard = parts[0].partition("  #")[0].strip() if parts else "an unnamed guard"
+        else:
+            guard = self._changed(arguments) or ""
+        # The longest name in it: `len(L['self'].layers) == 4` has that of the module too.
+        name = max((each for each in self._texts if each in guard), key=len, default="")
+        if not name:
+            return Broken(name, guard, "", guard)
+        scope = {"__builtins__": {"dict": dict, "type": type}}
+        try:
+            got = self._text_of(eval(name, scope, {"L": arguments, "G": self._globals}))
+        except (AttributeError, IndexError, KeyError, NameError, TypeError):
+            got = "nothing"
+        return Broken(name, got, self._texts[name], guard)
 
     def _property_of(
         self,

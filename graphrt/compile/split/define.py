@@ -13,7 +13,6 @@ import torch
 from graphrt.compile.errors import OpaqueError
 from graphrt.compile.private_torch.operators import is_registered
 from graphrt.compile.private_torch.registered import remember_functions
-from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import check_callable, flag, items_of, shown
 from graphrt.core.capture.guard import operator_break
 
@@ -25,7 +24,6 @@ _NAME = re.compile(r"[A-Za-z_]\w*::[A-Za-z_]\w*")
 _libraries: list[torch.library.Library] = []
 
 
-@public("graphrt.compile")
 def opaque(
     name: str,
     *,

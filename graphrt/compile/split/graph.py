@@ -23,11 +23,9 @@ from graphrt.compile.split.effects import (
 from graphrt.compile.split.groups import NodeGroup, Roles, partition
 from graphrt.compile.trace.sizes import is_number, placeholders, results_of
 from graphrt.compile.trace.user_lines import innermost_line
-from graphrt.core.base.homes import public
 from graphrt.core.capture.refusals import Source, stands_for
 
 
-@public("graphrt.compile")
 @dataclass(frozen=True)
 class Piece:
     """A part of a traced graph, as a graph of its own: compiled and captured, or `splitting`.

@@ -17,7 +17,7 @@ _PLAIN = (int, float, bool, str, bytes, type(None))
 _ARGUMENT = re.compile(r"^L\['(\w+)'\]")
 _IMPORT = re.compile(r"^G\['__import_(\w+?)'\]")
 _GLOBAL = re.compile(r"^G\['(\w+)'\]")
-_ROOT = re.compile(r"^G\['_call'\](?:\.__self__)?")
+_ROOT = re.compile(r"G\['_call'\](?:\.__self__)?")
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,12 @@ import torch
 from graphrt.compile.errors import CompileError, RetraceError
 from graphrt.compile.trace.parameters import Leaf
 from graphrt.core.base.errors import InvalidInputError
-from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import shown
 from graphrt.core.batch.descriptor import Axis
 
 DEFAULT_AXIS = "tokens"
 
 
-@public("graphrt.compile")
 class DynamicDims:
     """The batch dimensions of each argument.
 

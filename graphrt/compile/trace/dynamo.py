@@ -31,6 +31,7 @@ from graphrt.compile.trace._side_effects import Rewritten, assignments
 from graphrt.compile.trace.dims import DynamicDims
 from graphrt.compile.trace.parameters import Leaf, Parameters
 from graphrt.compile.trace.sizes import placeholders, value_of
+from graphrt.compile.trace.subject import value_text
 from graphrt.compile.trace.user_lines import explained
 from graphrt.core.base.errors import GraphRTError
 
@@ -137,7 +138,7 @@ class _Backend:
     def __init__(self, function: FunctionType) -> None:
         self.function = function
         # Dynamo calls it with the guards of the trace.
-        self.kept_guards = GuardFilter()
+        self.kept_guards = GuardFilter(value_text)
         # Dynamo's graph, and its code in place of the function's; None until it has made them.
         self._graph: fx.GraphModule | None = None
         self._code: CodeType | None = None

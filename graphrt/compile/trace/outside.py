@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,19 +11,12 @@ import torch
 from graphrt.compile.errors import RetraceError
 from graphrt.compile.private_torch.guards import Guards, function_modes, hooks_of_all_modules
 from graphrt.compile.trace._side_effects import Rewritten, readable_name
-from graphrt.compile.trace.parameters import NO_DEFAULT, Parameters
-from graphrt.compile.trace.subject import Method, kind_of, kind_text, method_of
+from graphrt.compile.trace.parameters import Parameters
+from graphrt.compile.trace.subject import Method, kind_of, kind_text, method_of, value_text
 from graphrt.core.base.thread_mode import without_free_keys
 from graphrt.trust.checks import Ambient
 
 _AS_TRACED = "what the trace has baked in"
-
-_OF_CLASS = re.compile(r"dict\(type\(([^()]+)\)\.__dict__\)\['(\w+)'\]")
-_SOURCE = re.compile(r"\b[GL]\['\w+'\](?:\.\w+|\[[^\]]*\])*")
-_LENGTH = re.compile(r"(len\(.*\)) != (\d+)")
-_CONTAINS = re.compile(r"(not )?___dict_contains\('(\w+)', (.*)\)")
-_KIND = re.compile(r"___check_(type|obj)_id\(.*type=<(?:class )?'?([\w.]+)'?>")
-_TENSOR = re.compile(r"tensor '.*?' (.*?) mismatch.*?expected (.*?),? actual")
 
 _CHANGE_EARLIER = (
     "set it before compiling, compile a new instance of the module, or make it a tensor that is "
@@ -80,7 +71,7 @@ class Outside:
     def check_settings(self) -> None:
         """Raise `RetraceError` if a setting of the process that operators depend on has changed;
         call it without gradients. It takes a fraction of a microsecond."""
-        if not self._ambient.holds() and (changes := self._ambient.differences()):
+        if not next(self._ambient.looks) and (changes := self._ambient.differences()):
             text = changes[0].replace("capture", "the trace")
             raise _changed(changes[0].partition(":")[0], text, advice=_SAME_SETTINGS)
         if function_modes() != self._modes:
@@ -117,27 +108,23 @@ class Outside:
         # A capture on the CPU includes a dispatch key. A guard on a tensor's keys (Whisper's cache)
         # would take it for a change of the tensor.
         if not hold() and not without_free_keys(hold):
-            broken = _explained(
-                self._guards.broken(arguments), lambda source: self._text_of(source, arguments)
-            )
-            raise _changed(broken.name, broken.got, broken.expected)
+            name, got, was, guard = self._guards.broken(arguments)
+            readable = readable_name(name) or "the module"
+            # Equal texts, such as those of two functions, say nothing: then the guard does.
+            if got == was:
+                was = _AS_TRACED if "___" in guard else guard.replace(name, readable)
+            raise _changed(readable, got, was or _AS_TRACED)
         for value in self._rewritten:
             if not value.holds():
-                raise _changed(value.name, _text(value.now()), _text(value.value))
+                raise _changed(value.name, value_text(value.now()), value_text(value.value))
         if hooks_of_all_modules() != self._hooks:
             raise _changed("what is hooked into all modules", "other hooks")
         self._check_methods()
         if changed := self._parameters.changed_default():
             name, now, before = changed
-            raise _changed(f"the default of {name}", _text(now), _text(before))
+            raise _changed(f"the default of {name}", value_text(now), value_text(before))
         if self._unnamed:
             self._check_unnamed(args, kwargs)
-
-    def _text_of(self, source: str, arguments: Mapping[str, Any]) -> str:
-        try:
-            return _text(self._guards.value_of(source, arguments))
-        except (AttributeError, IndexError, KeyError, NameError, TypeError):
-            return "nothing"
 
     def _check_methods(self) -> None:
         for owner, name, function, code in self._methods:
@@ -158,19 +145,6 @@ class Outside:
             self._unnamed[index] = new
 
 
-_PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
-
-
-def _text(value: object) -> str:
-    """A value in few words; of a tensor only its kind, without reading its data."""
-    if isinstance(value, torch.Tensor):
-        return kind_text(kind_of(value))
-    if isinstance(value, _PLAIN) or value is NO_DEFAULT:
-        return repr(value)
-    kind = type(value).__name__
-    return f"{kind} of {len(value)}" if isinstance(value, list | tuple | dict | set) else kind
-
-
 def _changed(
     name: str, got: str, expected: str = _AS_TRACED, *, advice: str = _CHANGE_EARLIER
 ) -> RetraceError:
@@ -182,40 +156,3 @@ def _changed(
         advice=advice,
         of_module=True,
     )
-
-
-@dataclass(frozen=True)
-class _Broken:
-    """Values of a `RetraceError`: a guard wants `name` to be `expected`, and it is `got`."""
-
-    name: str
-    got: str
-    expected: str
-
-
-def _explained(guard: str, text_of: Callable[[str], str]) -> _Broken:
-    """Turn Dynamo's text of a failed guard (`len(L['self'].layers) == 4`) into the model's names.
-
-    `text_of` describes the present value of an expression.
-    """
-    guard = _OF_CLASS.sub(r"\1.\2", guard)
-    source = _SOURCE.search(guard)
-    if source is None:
-        return _Broken("the module", guard, _AS_TRACED)
-    name, now = readable_name(source.group()), text_of(source.group())
-    guard = guard.replace(source.group(), name)
-    if match := _CONTAINS.search(guard):
-        name = f"{name.removesuffix('.__dict__')}.{match[2]}"
-        states = "an attribute of the object", "no attribute of the object"
-        return _Broken(name, *(states if match[1] else states[::-1]))
-    if match := _KIND.search(guard):
-        kind = match[2].removeprefix("builtins.")
-        return _Broken(name, now, f"the same {kind}" if match[1] == "obj" else f"a {kind}")
-    if match := _TENSOR.search(guard):
-        return _Broken(name, now, f"{match[1]} {match[2]}")
-    length = _LENGTH.fullmatch(guard)
-    if length and not now.endswith(f" of {length[2]}"):
-        guard = f"{length[1]} == {length[2]}"  # this text says what is wrong, not what is expected
-    if "___" in guard or "Accessor" in guard:
-        guard = _AS_TRACED
-    return _Broken(name, now, guard)

@@ -13,11 +13,9 @@ import torch
 
 from graphrt.compile.errors import CompileError
 from graphrt.core.base import tree
-from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import shown
 
 
-@public("graphrt.compile")
 @dataclass(frozen=True)
 class Leaf:
     """An argument, or an element of one. `path` is Python: `ids`, `cache[0]`, `meta['lengths']`."""

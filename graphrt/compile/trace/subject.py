@@ -14,7 +14,7 @@ from torch import nn
 
 from graphrt.compile.private_torch.operators import held_by
 from graphrt.compile.trace.dims import DynamicDims
-from graphrt.compile.trace.parameters import Parameters
+from graphrt.compile.trace.parameters import NO_DEFAULT, Parameters
 from graphrt.core.base import tree
 
 _DEEPEST = 20
@@ -182,6 +182,19 @@ def kind_of(tensor: torch.Tensor) -> Kind:
 def kind_text(kind: Kind) -> str:
     dtype, shape, strides, device = kind
     return f"{dtype} {tuple(shape)} {strides} on {device}"
+
+
+_PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
+
+
+def value_text(value: object) -> str:
+    """A value in few words; of a tensor only its kind, without reading its data."""
+    if isinstance(value, torch.Tensor):
+        return kind_text(kind_of(value))
+    if isinstance(value, _PLAIN) or value is NO_DEFAULT:
+        return repr(value)
+    kind = type(value).__name__
+    return f"{kind} of {len(value)}" if isinstance(value, list | tuple | dict | set) else kind
 
 
 def _strides(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -8,7 +8,6 @@ import warnings
 from types import FrameType
 from typing import Any, ClassVar, NoReturn
 
-from graphrt.core.base.homes import public
 from graphrt.core.base.texts import printable
 
 
@@ -280,7 +279,7 @@ class GraphQuarantinedWarning(UserWarning):
 
 for _class in [*vars().values()]:
     if isinstance(_class, type) and issubclass(_class, GraphRTError | Warning):
-        public("graphrt.errors")(_class)
+        _class.__module__ = "graphrt.errors"
 del _class
 
 

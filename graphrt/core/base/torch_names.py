@@ -223,6 +223,16 @@ state_guard: Any = NAMES.take(
     "torch._C._dynamo.guards.GlobalStateGuard",
     without="settings such as autocast are compared one by one at every step, which takes longer",
 )
+fp32_precision: Callable[[str, str], str] = NAMES.take(
+    "torch._C._get_fp32_precision_getter", without="nothing can be captured"
+)
+
+
+def setting_getter(name: str) -> Any:
+    """What reads one of torch's global settings in C; false where this torch lacks it."""
+    return NAMES.take(f"torch._C._get_{name}", without="nobody notices that it has changed")
+
+
 storage_use_count: Callable[[int], int] = NAMES.take(
     "torch._C._storage_Use_Count", without="nothing says which memory only graphs keep alive"
 )

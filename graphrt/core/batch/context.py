@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 from graphrt.core.base.errors import InvalidOptionError
-from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import check_callable, check_kind
-from graphrt.core.batch.descriptor import Batch, BatchDescriptor
+from graphrt.core.batch.descriptor import Batch, BatchDescriptor, checked_batch
 from graphrt.core.batch.modes import GraphMode
 
 P = ParamSpec("P")
@@ -21,7 +20,6 @@ R = TypeVar("R")
 _NONE, _PIECEWISE, _FULL = GraphMode.NONE, GraphMode.PIECEWISE, GraphMode.FULL
 
 
-@public("graphrt.lowlevel")
 @dataclass(eq=False)
 class CaptureTransaction:
     """Allows the wrappers of a step to capture while it is in their context, and takes back what
@@ -32,8 +30,7 @@ class CaptureTransaction:
       in the step, and raises.
     - `fixed`: the addresses of the storages in which every step of the graph finds its inputs.
     - `metadata_is_declared`: the context's metadata is right for every step.
-    - `lifts_constants`: tensors that the forward makes on the host may be kept in page-locked
-      memory, from which every replay copies them.
+    - `lifting`: whether constants are lifted: see constants.py. None where no runner captures.
     - `tells_pool`: a wrapper tells its pool what it captured; else the maker of this object does.
     - `may_draw`: no warm-up has shown that the forward draws no random numbers on the host.
     - `work`: the `GraphWork` that a warm-up of the same kind issued, or None.
@@ -46,7 +43,7 @@ class CaptureTransaction:
     slot: int = -1
     fixed: frozenset[int] = frozenset()
     metadata_is_declared: bool = False
-    lifts_constants: bool = True
+    lifting: Any = None
     tells_pool: bool = True
     may_draw: bool = True
     work: Any = None
@@ -67,7 +64,6 @@ class CaptureTransaction:
             self.captured.pop()
 
 
-@public("graphrt.types")
 class Announcer(Protocol):
     """Announces steps as those of a graph, and counts where the graph was not replayed."""
 
@@ -75,7 +71,6 @@ class Announcer(Protocol):
         """Note that a wrapper ran the step of this context eagerly, as it has no graph for it."""
 
 
-@public("graphrt")
 @dataclass(slots=True, eq=False, repr=False)
 class ForwardContext:
     """One step: its runtime mode, the descriptor of its graph, and its task updates.
@@ -187,7 +182,6 @@ current_context: Callable[[], ForwardContext | None] = _current.get
 """The context of this step, or None outside of one. (The bound C method: it is on the hot path.)"""
 
 
-@public("graphrt")
 def forward_context(
     mode: GraphMode | str,
     descriptor: BatchDescriptor | None = None,
@@ -206,8 +200,11 @@ def forward_context(
     `dispatcher` is the `GraphDispatcher` that found the graph, which counts the step anew where a
     wrapper cannot replay it (`GraphDispatcher.step` makes such a context). `live` is the batch that
     is served: updates of tasks that leave out some of its requests are refused then.
-    Raises `InvalidModeError` unless `mode` is NONE, PIECEWISE or FULL, and `InvalidOptionError`.
+    Raises `InvalidModeError` unless `mode` is NONE, PIECEWISE or FULL, `InvalidBatchError` for a
+    `live` that is no batch, and `InvalidOptionError`.
     """
+    if live is not None:
+        checked_batch(live)
     if type(slot) is not int:
         check_kind("slot", slot, int, optional=False, example="-1")
     what: Any = mode  # or its name
@@ -216,7 +213,6 @@ def forward_context(
     )
 
 
-@public("graphrt")
 def carry_context(function: Callable[P, R]) -> Callable[P, R]:
     """`function` bound to the context of this thread, for running it in another one.
 

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from graphrt.core.base.errors import InvalidBatchError, InvalidInputError
-from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import (
     MOST,
     check_hashable,
@@ -20,6 +19,7 @@ from graphrt.core.base.option_values import (
     items_of,
     nearest,
     refused,
+    shown,
 )
 from graphrt.core.batch.modes import GraphMode
 
@@ -37,8 +37,10 @@ def _call_of(fields: BatchDescriptor | Batch) -> str:
     """The call that makes a descriptor or a batch, without the arguments that are defaults."""
     defaults: Any = type(fields).__new__.__defaults__
     named = zip(fields._fields[1:], fields[1:], defaults, strict=True)
-    others = "".join(f", {name}={value!r}" for name, value, default in named if value != default)
-    return f"{type(fields).__name__}({fields.num_tokens}{others})"
+    # A count may be one that Python refuses to print.
+    texts = {name: shown(v) if type(v) is int else repr(v) for name, v, d in named if v != d}
+    others = "".join(f", {name}={text}" for name, text in texts.items())
+    return f"{type(fields).__name__}({shown(fields.num_tokens)}{others})"
 
 
 class _Named(NamedTuple):
@@ -54,7 +56,6 @@ class _Named(NamedTuple):
     variant: Hashable
 
 
-@public("graphrt")
 class BatchDescriptor(_Named):
     """The shape that one graph was captured for; a tuple, because one is built for every batch that
     no graph serves.
@@ -148,7 +149,6 @@ class _Fields(NamedTuple):
     exclude: frozenset[GraphMode]
 
 
-@public("graphrt")
 class Batch(_Fields):
     """What the host knows about this step; a tuple, because one is built for every step.
 
@@ -159,8 +159,10 @@ class Batch(_Fields):
     must not serve this batch (cascade attention: FULL).
 
     The counts are ints, or integers of NumPy or in tensors, which become ints here. Raises
-    `InvalidBatchError` for others; what the rest holds is looked at when it is dispatched, but not
-    where an equal batch was: one of `bounds=(512.0,)` has the answer of `(512,)`.
+    `InvalidBatchError` for others. Counts that no int64 holds are refused where the batch is used
+    (a check here would make each batch a fifth slower). What the rest holds is looked at when it
+    is dispatched, but not where an equal batch was: one of `bounds=(512.0,)` has the answer of
+    `(512,)`.
     """
 
     __slots__ = ()
@@ -334,7 +336,6 @@ AXES = ("tokens", "rows", "reqs")
 _AXIS = re.compile(r"\s*(\w+?)\s*(?:\+\s*(\d{1,18})\s*)?")
 
 
-@public("graphrt.types")
 class Axis(NamedTuple):
     """A batch axis in a shape, with a constant added: "tokens", "rows", "reqs" or "reqs+1"."""
 

@@ -7,7 +7,6 @@ import os
 from typing import Literal, TypeAlias, TypeVar
 
 from graphrt.core.base.errors import GraphRTError, InvalidModeError, InvalidOptionError
-from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import nearest, refused
 
 MODE_VARIABLE = "GRAPHRT_MODE"
@@ -15,7 +14,6 @@ MODE_VARIABLE = "GRAPHRT_MODE"
 E = TypeVar("E", bound=enum.Enum)
 
 
-@public("graphrt")
 class GraphMode(enum.Enum):
     """What is captured for uniform decode batches and for mixed ones.
 
@@ -108,7 +106,6 @@ _DECODE_AND_MIXED = {
 }
 
 
-@public("graphrt")
 class AttentionSupport(enum.IntEnum):
     """The widest kind of batch whose attention may be captured in a FULL graph: none, one token a
     request, equally many tokens a request, any."""
@@ -126,7 +123,6 @@ class AttentionSupport(enum.IntEnum):
         return _member(cls, value, "level of attention support", "attention", "UNIFORM_BATCH")
 
 
-@public("graphrt")
 class PieceProvider(enum.Enum):
     """What cuts a forward into pieces: eager breaks, a split of the traced graph, or Inductor."""
 

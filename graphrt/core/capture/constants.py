@@ -15,6 +15,8 @@ So is a constant that another capture in the pool has returned, as pieces of one
 A mask among indices is none: how many places it chooses is read on the host, which is an error.
 Any other tensor of the host's that the forward did not make is no constant: the host may write it,
 and no replay would see that. Its copy is an error, unless it is page-locked: then replays read it.
+
+`Lifting` says in which captures this is done.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphrt.core.base import tree
 from graphrt.core.base._undo import ProcessChange
+from graphrt.core.base.errors import CaptureError, PageableCopyError, RefusedOpError
 from graphrt.core.base.thread_mode import unseen
 from graphrt.core.base.torch_names import is_made_on_host, make_on_host
 from graphrt.core.capture import refusals
@@ -75,6 +78,35 @@ class _Made(NamedTuple):
 
 _returned: WeakKeyDictionary[GraphPool, dict[int, _Made]] = WeakKeyDictionary()
 """The constants that captures in a pool have returned."""
+
+
+class Lifting:
+    """Whether captures of a runner lift constants. To look at every operator slows a capture, and
+    most forwards make none: so the first capture that needs it is repeated with it, and those after
+    it do so at once. Captures of wrappers without a runner always do, where the device needs it.
+    """
+
+    def __init__(self) -> None:
+        self.is_on = False
+
+    def expect(self, reads_host: bool) -> None:
+        """Before a capture: lift if a warm-up has read memory of the host, or there was none."""
+        self.is_on |= reads_host
+
+    def repeat(self) -> bool:
+        """After a `PageableCopyError`: whether to capture again, with constants lifted."""
+        was_on, self.is_on = self.is_on, True
+        return not was_on
+
+    @staticmethod
+    def of(pool: GraphPool, lifting: Lifting | None) -> tuple[Constants | None, type[CaptureError]]:
+        """The constants of one capture, None where none are lifted; and the error for a read of the
+        caller's memory on the host."""
+        if not pool.platform.needs_pinned_copies:
+            return None, RefusedOpError
+        if lifting is None or lifting.is_on:
+            return Constants(pool), RefusedOpError
+        return None, PageableCopyError
 
 
 class Constants:

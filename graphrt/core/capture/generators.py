@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import random
 import sys
 from collections.abc import Callable, Sequence
@@ -10,18 +9,14 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base.thread_mode import unseen
-
 
 class Generators:
-    """The states of random generators: torch's default ones of the CPU and of one device, Python's,
-    NumPy's, and those that `note` was given before their first use."""
+    """The states of random generators: torch's default ones of the CPU and of one device, Python's
+    and NumPy's."""
 
     def __init__(self, device_type: str) -> None:
         # For each generator: what reads its state, what sets it, and its state at the beginning.
         self._saved: list[tuple[Callable[[], Any], Callable[[Any], object], Any]] = []
-        # The forward's own generators among them.
-        self._noted: list[Any] = []
         self._save(torch.get_rng_state, torch.set_rng_state)
         if device_type != "cpu":
             device = torch.get_device_module(device_type)
@@ -32,44 +27,9 @@ class Generators:
         if numpy is not None:
             self._save(numpy.get_state, numpy.set_state)
 
-    def note(self, generator: Any) -> None:
-        """Save the state of a generator that the forward has itself, unless it is saved already."""
-        # Torch hands its generators to a dispatch mode in new Python objects.
-        at = getattr(generator, "_cdata", id(generator))
-        if any(at == getattr(each, "_cdata", id(each)) for each in self._noted):
-            return
-        self._noted.append(generator)
-        if isinstance(generator, random.Random):
-            self._save(generator.getstate, generator.setstate)
-        elif hasattr(generator, "bit_generator"):
-            bits = generator.bit_generator
-            self._save(lambda: bits.state, lambda state: setattr(bits, "state", state))
-        else:
-            self._save(generator.get_state, generator.set_state)
-
     def take(self) -> list[Any]:
         """The states at this moment."""
         return [get() for get, *_ in self._saved]
-
-    def have_drawn(self, states: Sequence[Any], since: Sequence[Any] | None = None) -> bool:
-        """Whether a run that left these states has drawn other numbers than one that left `since`;
-        without `since`, whether it has drawn any."""
-        before = [was for *_, was in self._saved] if since is None else since
-        return unseen(lambda: not all(map(_same_state, before, states)))
-
-    def are_reset(self, left: Sequence[Any], replayed: Sequence[Any], later: Sequence[Any]) -> bool:
-        """Whether a forward seems to seed a generator of torch's, or to put its state back: a
-        replay has drawn from one, but the run that `left` these states has moved it nowhere, or to
-        the state in which a run that began there ended `later`."""
-
-        def is_reset(at: int, was: Any) -> bool:
-            if not isinstance(was, torch.Tensor) or _same_state(was, replayed[at]):
-                return False
-            is_put_back = _same_state(was, left[at])
-            return is_put_back or (at < len(later) and _same_state(left[at], later[at]))
-
-        saved, count = self._saved, min(len(left), len(replayed))
-        return unseen(lambda: any(is_reset(at, saved[at][2]) for at in range(count)))
 
     def restore(self, states: Sequence[Any] | None = None) -> None:
         """Put back the states of the beginning, or those that `take` returned."""
@@ -78,10 +38,3 @@ class Generators:
 
     def _save(self, get: Callable[[], Any], put: Callable[[Any], object]) -> None:
         self._saved.append((get, put, get()))
-
-
-def _same_state(ours: Any, theirs: Any) -> bool:
-    if isinstance(ours, torch.Tensor):
-        return torch.equal(ours, theirs)
-    # Python's is a tuple, and NumPy's have an array in it.
-    return pickle.dumps(ours) == pickle.dumps(theirs)

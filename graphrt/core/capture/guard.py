@@ -25,7 +25,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from graphrt.core.base import torch_names, tree
 from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base.errors import CaptureError, GraphRTError, InvalidOptionError
-from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import check_callable, shown
 from graphrt.core.base.thread_mode import ThreadMode, remove_dispatch_mode
 from graphrt.core.batch.context import ForwardContext
@@ -245,15 +244,16 @@ class _Withholding:
     __slots__ = ()
 
     def __getattribute__(self, name: str) -> Any:
+        # Not by `super()`: another thread that finds the pool busy may be in here when the segment
+        # ends, and the context is of its own class again.
+        kind: Any = type(self)
+        if not issubclass(kind, _Withholding):
+            return kind.__getattribute__(self, name)
         if name == "metadata":
             raise refusals.METADATA()
         if name == "query_len":
             return None  # a graph of mixed batches serves batches of other query lengths too
-        # Not by `super()`: another thread that finds the pool busy may be in here when the segment
-        # ends, and the context is of its own class again.
-        kind = type(self)
-        own: Any = kind.__bases__[1] if issubclass(kind, _Withholding) else kind
-        return own.__getattribute__(self, name)
+        return kind.__bases__[1].__getattribute__(self, name)
 
 
 def withhold(context: ForwardContext) -> None:
@@ -487,7 +487,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-@public("graphrt")
 def eager_break(function: Callable[P, R]) -> Callable[P, R]:
     """Mark a function to run eagerly between two segments of a PIECEWISE capture.
 

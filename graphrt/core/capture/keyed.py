@@ -9,7 +9,6 @@ from typing import Any, NoReturn
 
 from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base.errors import CaptureError, CaptureSealedError, NestedCaptureError, Uncopied
-from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import check_callable, check_hashable, check_kind, shown
 from graphrt.core.batch.context import CaptureTransaction, ForwardContext
 from graphrt.core.batch.descriptor import BatchDescriptor
@@ -23,7 +22,6 @@ from graphrt.core.replay.recording import is_inside_capture, under_way
 from graphrt.core.replay.tasks import UNCHANGED, WORST_CASE, Updates
 
 
-@public("graphrt")
 class KeyedGraphs(Uncopied):
     """FULL graphs of a host that has keys of its own, and dispatches by them.
 
@@ -142,7 +140,6 @@ class KeyedGraphs(Uncopied):
         return sum(graph.alive for graph in list(self._graphs.values()))
 
 
-@public("graphrt")
 class KeyedGraph:
     """A graph of `KeyedGraphs`, under its `key`.
 

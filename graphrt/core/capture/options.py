@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 from graphrt.core.base import option_values
 from graphrt.core.base.errors import CaptureSealedError, InvalidOptionError
-from graphrt.core.base.homes import public
 from graphrt.core.batch.context import ForwardContext
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.device.platform import Platform
@@ -29,7 +28,6 @@ _MOST_WARMUPS = 1000
 """More are a mistake: they would look like a capture that hangs."""
 
 
-@public("graphrt")
 @dataclass(frozen=True)
 class GraphOptions:
     """How graphs are captured and replayed. What batches there are is the `Plan`'s.

@@ -19,15 +19,15 @@ from typing import Any, TypeVar
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphrt.core.base import tree
+from graphrt.core.base import settings, tree
 from graphrt.core.base._undo import Undo, undo_after, undoing
-from graphrt.core.base.errors import GraphRTError, PageableCopyError, RefusedOpError
+from graphrt.core.base.errors import GraphRTError
 from graphrt.core.base.thread_mode import outside_modes, set_for_capture, unseen
 from graphrt.core.base.torch_names import dispatch_modes
 from graphrt.core.batch.context import CaptureTransaction, ForwardContext
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture import guard, refusals
-from graphrt.core.capture.constants import Constants
+from graphrt.core.capture.constants import Lifting
 from graphrt.core.device.contract import Capability, DeviceGraph, Unexplained
 from graphrt.core.replay import entry
 from graphrt.core.replay.pool import GraphPool
@@ -160,7 +160,7 @@ class Recorder:
         tensors = tree.tensors(*call)
         # Tensors outside of the pool: the caller's before the forward, and arguments of an eager
         # part before it. At the end of each segment their shapes and addresses must be the same.
-        self._places = _Places()
+        self._places = _Addresses()
         if not owned:
             self._places.add(tensors)
         # torch's settings around the forward: eager parts may differ from them in autocast alone.
@@ -169,18 +169,14 @@ class Recorder:
         for name in listed:
             guard.check_break(name)
         transaction = context.capture or CaptureTransaction()
-        # `Constants` keeps in page-locked memory what the forward makes on the host.
-        lifts, pins = transaction.lifts_constants, pool.platform.needs_pinned_copies
-        constants = Constants(pool) if pins and lifts else None
+        constants, error = Lifting.of(pool, transaction.lifting)
         check_host = None
         device_type = pool.platform.device_type
         if device_type != "cpu":
-            # `PageableCopyError` asks the session for another try, which lifts constants.
-            error = PageableCopyError if pins and not lifts else RefusedOpError
             # Constants that an earlier piece returned may be read.
             unreadable = [t for t in tensors if not bake and not (constants and constants.take(t))]
             check_host = guard.host_check(unreadable, error, may_draw=transaction.may_draw)
-        rules = refusals.rules_for(device_type, context.mode)
+        rules = refusals.rules_for(refusals.OPERATORS, device_type, context.mode)
         self._guard = guard.CaptureGuard(
             self, context, listed, check_host, constants, pool._owns, rules
         )
@@ -236,7 +232,7 @@ class Recorder:
         undo.enter(platform.on_stream(platform.capture_stream(pool.stream, work)))
         pool._expire_outputs()
         undo.after_error(partial(self.discard, depth))
-        self._settings = entry.settings_now() if self.breakable else {}
+        self._settings = settings.around_part() if self.breakable else {}
         self._begin()
         result = body()
         self._end()
@@ -254,7 +250,7 @@ class Recorder:
         name, call = entry.name_of(function), (args, kwargs)
         tensors = tree.tensors(*call)
         self.check_read(tensors, f"eager break {name} is given")
-        places = _Places()
+        places = _Addresses()
         places.add(tensors)
         # Replays call it with the tensors of the capture.
         kept_call = tree.map_leaves(self.captured_ref, call)
@@ -428,7 +424,7 @@ class Recorder:
         self.parts.clear()
 
 
-class _Places:
+class _Addresses:
     """Shapes and addresses of tensors as they were when they were added, to compare them later."""
 
     def __init__(self) -> None:

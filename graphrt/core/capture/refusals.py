@@ -156,15 +156,11 @@ class OperatorRule(NamedTuple):
     """Whether a call with these arguments breaks the rule."""
 
 
-def rules_for(device_type: str, mode: GraphMode) -> Mapping[str, tuple[OperatorRule, ...]]:
-    """Name of an operator -> the rules for it in such captures."""
-    return _by_operator(OPERATORS, device_type, mode)
-
-
 @cache
-def _by_operator(
+def rules_for(
     rules: tuple[OperatorRule, ...], device_type: str, mode: GraphMode
 ) -> Mapping[str, tuple[OperatorRule, ...]]:
+    """Name of an operator -> those of the `rules` that hold for it in such captures."""
     by_name: dict[str, tuple[OperatorRule, ...]] = {}
     for rule in rules:
         if mode in rule.modes and (rule.devices is None or device_type in rule.devices):

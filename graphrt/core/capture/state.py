@@ -8,28 +8,23 @@ from typing import Any
 import torch
 
 from graphrt.core.base.errors import InvalidOptionError, StaleInputError, StateTooLargeError
-from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import check_kind, check_takes, shown
 from graphrt.core.base.thread_mode import without_gradients
 from graphrt.core.base.torch_names import inference_guard
 from graphrt.core.capture.refusals import described
 
 
-@public("graphrt")
 class State:
-    """One piece of state: a tensor, some rows of it, or the host's own way to save it.
+    """One piece of state: a tensor, such as some rows of a cache, or the host's own way to save it.
 
-    `State(tensor, rows=slice(0, 4))` or `State(save=..., restore=...)`, where `restore` is called
-    with what `save` returned, as often as needed. `rows` is an index of the tensor's first
-    dimension, by default all of it. Raises `InvalidOptionError` for neither or both, and for rows
-    that the tensor has not.
+    `State(cache[:4])` or `State(save=..., restore=...)`, where `restore` is called with what `save`
+    returned, as often as needed. Raises `InvalidOptionError` for neither or both.
     """
 
     def __init__(
         self,
         tensor: torch.Tensor | None = None,
         *,
-        rows: Any = None,
         save: Callable[[], Any] | None = None,
         restore: Callable[[Any], None] | None = None,
     ) -> None:
@@ -37,49 +32,34 @@ class State:
             raise InvalidOptionError(
                 "state is either a tensor or a pair of functions",
                 got=f"tensor={tensor is not None}, save={shown(save)}, restore={shown(restore)}",
-                expected="State(tensor, rows=...) or State(save=..., restore=...)",
+                expected="State(tensor) or State(save=..., restore=...)",
                 advice="State(tensor) of a tensor that the forward writes in place",
             )
         check_kind("tensor", tensor, torch.Tensor)
         check_takes("save", save, "save()", optional=True)
         check_takes("restore", restore, "restore(saved)", optional=True)
-        if tensor is not None and rows is not None:
-            try:
-                tensor[rows]
-            except (IndexError, RuntimeError, TypeError, ValueError) as error:
-                raise InvalidOptionError(
-                    "the tensor of a state has no such rows",
-                    got=f"rows={shown(rows)} of shape {tuple(tensor.shape)} ({error})"[:500],
-                    expected="an index of its first dimension",
-                    advice="State(tensor) for all of it, or rows=slice(0, 4)",
-                ) from None
-        # Not `tensor[rows]`: of a list or tensor of rows that is a copy, which `restore` must not
-        # write in the tensor's place.
         self.tensor = tensor
         """The tensor that is saved; None for the host's own functions."""
-        self._rows = ... if rows is None else rows
         self._save = save
         self._restore = restore
 
     @property
     def bytes(self) -> int:
         """Bytes that saving takes; 0 for the host's own functions."""
-        return 0 if self.tensor is None else self.tensor[self._rows].nbytes
+        return 0 if self.tensor is None else self.tensor.nbytes
 
     def save(self) -> Callable[[], None]:
         """Save it now; the returned function restores it, any number of times."""
         if self._save is not None and self._restore is not None:
             saved, restore = self._save(), self._restore
             return lambda: restore(saved)
-        tensor, rows = self.tensor, self._rows
+        tensor = self.tensor
         assert tensor is not None
-        copy = without_gradients(lambda: tensor[rows].clone())
-
-        original = tensor.detach()
+        copy, original = without_gradients(tensor.clone), tensor.detach()
 
         def write() -> None:
             with inference_guard(tensor.is_inference()):
-                original[rows] = copy
+                original.copy_(copy)
 
         def restore_tensor() -> None:
             without_gradients(write)
@@ -118,6 +98,6 @@ def too_large(state: str, got: str, limit_bytes: int) -> StateTooLargeError:
         got=got,
         expected=f"at most {limit_bytes} bytes",
         advice="pad the index inputs of a KV cache to a dummy page; or declare what changes, and "
-        "no cache: Host(state=[State(tensor, rows=...)]) or State(save=..., restore=...); or "
+        "no cache: Host(state=[State(cache[:4])]) or State(save=..., restore=...); or "
         "raise state_limit_bytes",
     )

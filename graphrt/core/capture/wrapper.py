@@ -11,7 +11,6 @@ from typing import Any, Protocol, cast
 
 from graphrt.core.base import errors, option_values, tree
 from graphrt.core.base._undo import Undo, undoing
-from graphrt.core.base.homes import public
 from graphrt.core.batch.context import ForwardContext, current_context
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode, graphs_off
@@ -34,7 +33,6 @@ _EAGERLY = object()
 """What `_capture` returns for a call that is to run eagerly, after the pool's turn."""
 
 
-@public("graphrt.types")
 class CallChecks(Protocol):
     """Looks at the calls of a wrapper that would be replayed; see `WrapperTrials`."""
 
@@ -149,7 +147,6 @@ class WrapperGraphs:
             self.bridges.clear()
 
 
-@public("graphrt")
 class GraphWrapper(errors.Uncopied):
     """Wraps `runnable` so that steps of `runtime_mode` capture and replay it.
 
@@ -488,7 +485,6 @@ class GraphWrapper(errors.Uncopied):
         graphs.clear_buffers()
 
 
-@public("graphrt")
 def wrapper_class(platform: Platform | str | None) -> type[GraphWrapper]:
     """The class behind `get_static_graph_wrapper_cls()` of a platform, by itself or its name, or of
     the current one.

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from graphrt.core.base.errors import NestedCaptureError
-from graphrt.core.base.homes import public
 
 Memory = TypeVar("Memory")
 """Memory of graphs: its `handle()` is the allocator pool to capture into now."""
@@ -24,7 +23,6 @@ class OpenCapture(Generic[Memory]):
     begun: bool = False
 
 
-@public("graphrt.platforms")
 class Captures(ABC, Generic[Memory]):
     """Begins, ends and takes back the captures of a platform, in an order that leaves no trace of
     one that failed. A subclass says how its device does each.

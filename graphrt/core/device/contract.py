@@ -4,14 +4,13 @@ graphs, events, updates of tasks, figures of a device, and what an error came fr
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from graphrt.core.base.errors import CaptureError, PlatformError
-from graphrt.core.base.homes import public
 
 CONTRACT_VERSION = 2
 """The version of the device contract. It grows when a platform that was right before may not be any
@@ -22,7 +21,6 @@ OLDEST_CONTRACT = 1
 """The oldest version whose platforms still work."""
 
 
-@public("graphrt.platforms")
 class Capability(enum.Enum):
     """What a platform can do beyond running eagerly, and the methods that it supplies for that.
     Core asks for these, never for a device."""
@@ -56,7 +54,6 @@ def check_contract(platform: Any) -> None:
         )
 
 
-@public("graphrt.platforms")
 class DeviceGraph(Protocol):
     """A captured graph. `torch.cuda.CUDAGraph` and `torch.npu.NPUGraph` satisfy it as they are.
 
@@ -70,7 +67,6 @@ class DeviceGraph(Protocol):
         """Destroy it, and give up its share of the memory."""
 
 
-@public("graphrt.platforms")
 class GraphPointers(NamedTuple):
     """What the nodes of a graph hold that may be addresses of device memory.
 
@@ -82,7 +78,6 @@ class GraphPointers(NamedTuple):
     unread: int
 
 
-@public("graphrt.platforms")
 class MemoryBlock(NamedTuple):
     """A block that torch's allocator has given away, from `address` up to `end`, of which `bytes`
     were asked for.
@@ -99,7 +94,6 @@ class MemoryBlock(NamedTuple):
     may_be_internal: bool = False
 
 
-@public("graphrt.platforms")
 class DeviceEvent(Protocol):
     """A point in a stream. `torch.cuda.Event` and `torch.npu.Event` satisfy it as they are."""
 
@@ -113,7 +107,6 @@ class DeviceEvent(Protocol):
         """Wait on the host until it has."""
 
 
-@public("graphrt.platforms")
 class TaskUpdate(Protocol):
     """One task of a graph, as it is to be at the coming replay; valid until that has begun.
 
@@ -134,15 +127,10 @@ class TaskUpdate(Protocol):
         """Call the task's operator with the new host arguments, the captured tensors, outputs and
         workspace; it allocates nothing."""
 
-    def likeness(self) -> Hashable:
-        """Equal for tasks which are issued alike if their host arguments are equal: by the same
-        function, with equal plain arguments and with tensors of which only the place differs."""
-
     def tensors(self) -> list[torch.Tensor]:
         """The captured tensors: all memory that the task may touch."""
 
 
-@public("graphrt.platforms")
 @dataclass(frozen=True)
 class StreamRoom:
     """Streams that are free for graphs now, and how many of them must stay free."""
@@ -156,7 +144,6 @@ class StreamRoom:
         return max(0, self.free - self.reserve)
 
 
-@public("graphrt.platforms")
 @dataclass
 class GraphWork:
     """What an eager run of a forward issued, from which follows what its graph will take.
@@ -180,7 +167,6 @@ class GraphWork:
         return self.breaks + 1 if self.in_pieces else 1
 
 
-@public("graphrt.platforms")
 @dataclass(frozen=True)
 class MemoryFigures:
     """Device memory in bytes."""
@@ -189,30 +175,18 @@ class MemoryFigures:
     total_bytes: int
 
 
-@public("graphrt.platforms")
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class UpdateFigures:
     """How the tasks of graphs were given new host arguments."""
 
-    patches: int = 0
-    """Launches of a graph (kernels, copies, fills) whose parameters were set, one by one."""
-    shared_patches: int = 0
-    """Those `patches` whose parameters were taken from a task that is issued alike."""
+    tasks: int = 0
+    """Tasks that were captured."""
     reissues: int = 0
-    """Tasks that were issued again, in a capture of their own."""
-    memo_hits: int = 0
-    """Tasks whose parameters for the same host arguments were still known."""
-    self_checks: int = 0
-    """Comparisons of all tasks that are issued alike with what would have been patched."""
-    self_check_failures: int = 0
-    """Comparisons that differed, and tasks that others could not be patched from; each was issued
-    then."""
-    whole_updates: int = 0
-    """Executables that were given all parameters at once, as a launch could not be set."""
-    rebuilds: int = 0
-    """Executables that were made anew, as they could not be given all parameters at once."""
+    """How often a task was issued again, in a capture of its own."""
+    patches: int = 0
+    """Launches of a graph (kernels, copies, fills) whose parameters were set."""
     failed: int = 0
-    """Replays whose update raised."""
+    """Updates of a task that raised."""
 
 
 class Unexplained(CaptureError):
@@ -244,7 +218,6 @@ class EndedCaptureError(CaptureError):
         )
 
 
-@public("graphrt.platforms")
 def error_chain(
     error: BaseException, leave_out: type[BaseException] | None = None
 ) -> Iterator[BaseException]:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from graphrt.core.base.errors import CaptureError, InvalidOptionError, MissingCapabilityError
-from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import shown
 from graphrt.core.device.contract import (
     Capability,
@@ -30,7 +29,6 @@ from graphrt.core.device.contract import (
 )
 
 
-@public("graphrt.platforms")
 @dataclass(frozen=True)
 class Availability:
     """Whether this machine can run a platform, and why not."""
@@ -39,7 +37,6 @@ class Availability:
     reason: str = ""
 
 
-@public("graphrt")
 class Platform(ABC):
     """One kind of device. Everything optional is a capability; the defaults do without it.
 

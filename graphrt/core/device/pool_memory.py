@@ -11,7 +11,6 @@ from weakref import WeakSet
 import torch
 
 from graphrt.core.base.errors import InvalidOptionError, PoolError
-from graphrt.core.base.homes import public
 from graphrt.core.base.log import logger
 from graphrt.core.base.option_values import shown
 from graphrt.core.base.torch_names import storage_at
@@ -19,7 +18,6 @@ from graphrt.core.base.torch_names import storage_at
 PoolHandle = NewType("PoolHandle", tuple[int, int])
 
 
-@public("graphrt.platforms")
 @dataclass(frozen=True)
 class Allocator:
     """The caching allocator of one kind of device, by the calls that torch has for it."""
@@ -70,7 +68,6 @@ class _Routing(AbstractContextManager[None]):
         self._allocator.release_share(*self._to)
 
 
-@public("graphrt.platforms")
 class PoolMemory:
     """The allocator pool that the graphs of a `GraphPool` are captured into. Another one takes its
     place where it cannot be entered again; those before may still hold memory of graphs.
@@ -233,7 +230,6 @@ def pool_handle(handle: Any) -> PoolHandle:
     return PoolHandle((pair[0], pair[1]))
 
 
-@public("graphrt.lowlevel")
 def captured_pool(graph: Any) -> PoolHandle | None:
     """The allocator pool of a graph that holds a finished capture, and a share of it; else None."""
     try:
@@ -242,7 +238,6 @@ def captured_pool(graph: Any) -> PoolHandle | None:
         return None
 
 
-@public("graphrt.lowlevel")
 def never_destroy(graph: Any) -> None:
     """Keep a graph that an allocator may ask about for as long as the process lives."""
     _undead.append(graph)
@@ -252,7 +247,6 @@ def never_destroy(graph: Any) -> None:
 _undead: list[Any] = []
 
 
-@public("graphrt.platforms")
 def weak_alias(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of `tensor`, of its dtype, shape and strides, without keeping it in use.
 

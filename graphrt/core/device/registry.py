@@ -12,6 +12,7 @@ Nothing is looked for before somebody asks, and asking for a built-in by name im
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import sys
 import threading
@@ -20,14 +21,13 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from importlib.metadata import entry_points
+from importlib.metadata import Distribution, EntryPoint, distributions, entry_points
 from importlib.util import find_spec
 from typing import Any, Literal
 
 import pluggy
 
 from graphrt.core.base.errors import PlatformError, warn_caller
-from graphrt.core.base.homes import public
 from graphrt.core.base.log import logger
 from graphrt.core.base.option_values import check_kind, flag, refused, shown
 from graphrt.core.base.texts import printable
@@ -39,13 +39,13 @@ FAILURES = (Exception, SystemExit)
 not end the host. A Ctrl-C is the user's, and is raised."""
 
 
-@public("graphrt.errors")
 class PluginWarning(UserWarning):
-    """A plugin or platform is broken and was left out: `graphrt doctor` shows its traceback. Or an
-    installed plugin's platform became the default, and nobody had named it."""
+    """A plugin or platform is broken and was left out: `graphrt doctor` shows its traceback. Or a
+    plugin's platform became the default, and nobody had named it."""
+
+    __module__ = "graphrt.errors"
 
 
-@public("graphrt.platforms")
 @dataclass
 class FoundPlatform:
     """One platform, or one plugin that could not give its platforms.
@@ -59,7 +59,7 @@ class FoundPlatform:
     platform: Platform | None = None
     error: str | None = None
     file: str | None = None
-    """Where the code of an installed plugin is; None for others."""
+    """Where the code of a plugin is; None for a built-in platform."""
     _availability: Availability | None = field(default=None, repr=False, compare=False)
     """The answer of the platform; None before it was asked."""
 
@@ -72,22 +72,35 @@ class FoundPlatform:
                 self._availability = Availability(answer.available, answer.reason)
             except FAILURES as error:
                 self.failed("failed availability()", error)
+            except BaseException:
+                self.interrupted()
+                raise
         return self._availability or Availability(False)
 
     def failed(self, how: str, error: BaseException) -> FoundPlatform:
         """Note, and warn, that a call of the plugin raised: it is not available from now on."""
         self.error = printable("".join(traceback.format_exception(error)).rstrip())
-        what = printable(f"{type(error).__name__}: {' '.join(str(error).split())}")
+        only = "".join(traceback.format_exception_only(error)).removeprefix(
+            f"{type(error).__module__}."
+        )
+        what = printable(" ".join(only.split()))
         self._availability = Availability(False, f"{how}: {what}")
-        whose = f"plugin {self.plugin}"
+        whose = f"plugin {printable(self.plugin)}"
         if self.name is not None:
-            whose = f"platform {self.name!r} of {self.plugin}"
+            whose = f"platform {self.name!r} of {printable(self.plugin)}"
+        where = "" if self.file is None else f"; {self.file}; {PLUGINS_VARIABLE}=off imports none"
         warnings.warn(
-            f"{whose} {how} and is left out: {what} (`graphrt doctor` shows the traceback)",
+            f"{whose} {how} and is left out: {what} (`graphrt doctor` shows the traceback{where})",
             PluginWarning,
             stacklevel=3,
         )
         return self
+
+    def interrupted(self) -> None:
+        """Log how to leave out a plugin that hangs, or raises what ends the process."""
+        if self.file is not None:
+            text = "interrupted in plugin %s (%s); %s=off imports no plugins"
+            logger.warning(text, self.plugin, self.file, PLUGINS_VARIABLE)
 
 
 ENTRY_POINT_GROUP = "graphrt"
@@ -109,7 +122,6 @@ hookspec = pluggy.HookspecMarker("graphrt")
 hookimpl = pluggy.HookimplMarker("graphrt")
 
 
-@public("graphrt.platforms")
 class PlatformHooks:
     """What a plugin may implement."""
 
@@ -119,7 +131,6 @@ class PlatformHooks:
         raise NotImplementedError
 
 
-@public("graphrt.platforms")
 class PlatformRegistry:
     """The platforms that plugins and graphrt itself supply. Nothing is looked for before use.
 
@@ -144,10 +155,14 @@ class PlatformRegistry:
         self._broken: list[FoundPlatform] | None = None
         # Platforms that the user knows of: named to `get`, or warned of as the default.
         self._known: set[str | None] = set()
+        # Plugins that `GRAPHRT_PLUGINS` names.
+        self._named: set[str] = set()
         # Device types that a platform by name only, such as a simulator, was taken for.
         self._simulated_types: set[str] = set()
         # Held while anything is looked for: two threads may ask first.
         self._lock = threading.RLock()
+        # Whether plugins are being imported, or asked for their platforms.
+        self._is_looking = False
 
     def register(self, plugin: object, name: str | None = None) -> str:
         """Add a plugin (a module or object with the hook) of this process; returns its name.
@@ -170,17 +185,33 @@ class PlatformRegistry:
     def platforms(self) -> tuple[FoundPlatform, ...]:
         """All that was found, plugins first; broken ones have an `error`. Never raises for one."""
         with self._lock:
-            if self._broken is None:
-                self._broken = self._load_installed()
-            records = list(self._broken)
-            # Each plugin is asked by itself: pluggy stops calling the others when one raises.
-            for hook in self._plugins.hook.graphrt_platforms.get_hookimpls():
-                name = hook.plugin_name
-                plugin = FoundPlatform(name, "plugin", file=self._files.get(name))
-                records += self._load(plugin, partial(_platforms_of, hook))
-            for name in self._built_ins:
-                records += self._built_in(name)
-            return tuple(records)
+            if self._is_looking:
+                raise PlatformError(
+                    "a plugin asks for platforms while it is imported, or asked for its own",
+                    expected="a plugin that only gives its platforms then",
+                    advice="ask where the platform is used, as in its start()",
+                )
+            self._is_looking = True
+            try:
+                return self._all_found()
+            finally:
+                self._is_looking = False
+
+    def _all_found(self) -> tuple[FoundPlatform, ...]:
+        """See `platforms`."""
+        if self._broken is None:
+            self._broken = self._load_installed()
+        records = list(self._broken)
+        # Each plugin is asked by itself: pluggy stops calling the others when one raises.
+        for hook in self._plugins.hook.graphrt_platforms.get_hookimpls():
+            name = hook.plugin_name
+            # A plugin may register itself, or any object, while it is imported.
+            file = self._files.get(name) or _file_of_hook(hook)
+            plugin = FoundPlatform(name, "plugin", file=file)
+            records += self._load(plugin, partial(_platforms_of, hook))
+        for name in self._built_ins:
+            records += self._built_in(name)
+        return tuple(records)
 
     def get(self, name: str, *, must_be_available: bool = True) -> Platform:
         """The platform of that name. A built-in is found without importing any plugin, which may
@@ -241,18 +272,21 @@ class PlatformRegistry:
                 advice="graphrt doctor shows what was found",
             )
         chosen = (out_of_tree or available)[0]
-        if chosen.file is not None and chosen.name not in self._known and not _named_plugins():
+        # A registry without a group has the host's own plugins alone.
+        if out_of_tree and self._group is not None:
             self._announce(chosen)
         platform: Platform = chosen.platform  # type: ignore[assignment]
         platform.start()
         return platform
 
     def _announce(self, chosen: FoundPlatform) -> None:
-        """Warn that an installed plugin's platform is the default, and nobody has named it."""
+        """Warn once that a plugin's platform is the default, if nobody has named one of the two."""
+        if chosen.name in self._known or chosen.plugin in self._named:
+            return
         self._known.add(chosen.name)
         warn_caller(
-            f"platform {chosen.name!r} of the installed plugin {chosen.plugin} is the default "
-            f"here: {chosen.file}. To keep it: {PLATFORM_VARIABLE}={chosen.name}. To import no "
+            f"platform {chosen.name!r} of plugin {chosen.plugin} is the default here: "
+            f"{chosen.file}. To keep it: {PLATFORM_VARIABLE}={chosen.name}. To import no "
             f"plugins: {PLUGINS_VARIABLE}=off",
             PluginWarning,
         )
@@ -268,34 +302,40 @@ class PlatformRegistry:
     def _load_installed(self) -> list[FoundPlatform]:
         """Import and register the installed plugins that `GRAPHRT_PLUGINS` allows; returns a record
         of each that failed."""
-        broken: list[FoundPlatform] = []
         allowed = _named_plugins()
         if self._group is None or allowed == {"off"}:
-            return broken
+            return []
         unknown = set(allowed)
-        for entry_point in entry_points(group=self._group):
-            owner = None if entry_point.dist is None else printable(entry_point.dist.name, kept="")
-            own = printable(entry_point.name, kept="")
-            name = own if owner is None else f"{owner}:{own}"
+        installed, broken = _entry_points(self._group)
+        for entry_point in installed:
+            own, owner = printable(entry_point.name, kept=""), _name_of(entry_point.dist)
+            name = f"{owner}:{own}" if owner else own
             names = {name, own, owner}
             unknown -= names
             if allowed and not allowed & names:
                 continue
+            record = FoundPlatform(name, "plugin", file=_file_of_distribution(entry_point.dist))
+            before = dict(self._plugins.list_name_plugin())
             try:
+                _check_entry_point(entry_point, owner)
+                record.file = _file_of(entry_point.module)
                 logger.info("importing plugin %s (%s)", name, printable(entry_point.value))
                 plugin = entry_point.load()
-                if not self._plugins.is_registered(plugin):
-                    self.register(plugin, name)
-                    self._files[name] = _file_of(entry_point.module)
+                added = set(dict(self._plugins.list_name_plugin()).keys() - before.keys())
+                if self._plugins.is_registered(plugin):
+                    added |= {str(self._plugins.get_name(plugin))}
+                # It may have registered an object of its own instead.
+                added = added or {self.register(plugin, name)}
+                self._files = {**dict.fromkeys(added, _file_of(entry_point.module)), **self._files}
+                if allowed:
+                    self._named |= added
             except FAILURES as error:
-                record = FoundPlatform(name, "plugin", file=_file_of(entry_point.module))
+                # What it has registered before it failed is left out too.
+                for each in dict(self._plugins.list_name_plugin()).keys() - before.keys():
+                    self._plugins.unregister(name=each)
                 broken.append(record.failed("could not be imported", error))
-            except KeyboardInterrupt:
-                logger.warning(
-                    "interrupted at the import of plugin %s; %s=off leaves plugins out",
-                    name,
-                    PLUGINS_VARIABLE,
-                )
+            except BaseException:
+                record.interrupted()
                 raise
         if unknown:
             warn_caller(
@@ -315,6 +355,9 @@ class PlatformRegistry:
                 self._found[source] = [replace(plugin, name=p.name, platform=p) for p in ask()]
             except FAILURES as error:
                 self._found[source] = [plugin.failed("could not give its platforms", error)]
+            except BaseException:
+                plugin.interrupted()
+                raise
         return self._found[source]
 
     def _built_in(self, name: str) -> list[FoundPlatform]:
@@ -328,19 +371,16 @@ class PlatformRegistry:
 _default = PlatformRegistry()
 
 
-@public("graphrt")
 def current_platform() -> Platform:
     """The platform that is used where none is given; see `PlatformRegistry.current`."""
     return _default.current()
 
 
-@public("graphrt.platforms")
 def installed_platforms() -> tuple[FoundPlatform, ...]:
     """Every platform that is installed, available or not, and every plugin that is broken."""
     return _default.platforms()
 
 
-@public("graphrt")
 def get_platform(name: str | None = None, *, must_be_available: bool = True) -> Platform:
     """The installed platform of that name, or the current one for None."""
     if name is None:
@@ -348,13 +388,11 @@ def get_platform(name: str | None = None, *, must_be_available: bool = True) -> 
     return _default.get(name, must_be_available=must_be_available)
 
 
-@public("graphrt.platforms")
 def register(plugin: object, name: str | None = None) -> str:
     """Add a plugin to the default registry of this process; returns its name."""
     return _default.register(plugin, name)
 
 
-@public("graphrt.platforms")
 def resolve_platform(
     platform: Platform | str | None, *, must_be_available: bool = True
 ) -> Platform:
@@ -406,6 +444,58 @@ def _named_plugins() -> set[str]:
     """The plugins that `GRAPHRT_PLUGINS` names, or "off"; empty if it is not set."""
     names = os.environ.get(PLUGINS_VARIABLE, "").split(",")
     return {each.strip() for each in names} - {""}
+
+
+def _entry_points(group: str) -> tuple[list[EntryPoint], list[FoundPlatform]]:
+    """The entry points of a group, and a record of each distribution whose own cannot be read."""
+    try:
+        return [*entry_points(group=group)], []
+    except FAILURES:
+        # Of one distribution; the loop finds out which.
+        pass
+    points: dict[str, list[EntryPoint]] = {}
+    broken = []
+    for dist in distributions():
+        try:
+            # Of two installations of a distribution Python imports the first one.
+            named = _name_of(dist) or _file_of_distribution(dist)
+            points.setdefault(named, [*dist.entry_points.select(group=group)])
+        except FAILURES as error:
+            file = _file_of_distribution(dist)
+            record = FoundPlatform(file, "plugin", file=file)
+            broken.append(record.failed("has entry points that cannot be read", error))
+    return [point for listed in points.values() for point in listed], broken
+
+
+def _name_of(dist: Distribution | None) -> str | None:
+    """The name of a distribution; None if its metadata cannot be read, or has none."""
+    try:
+        return printable(dist.name, kept="") if dist is not None and dist.name else None
+    except FAILURES:
+        return None
+
+
+def _check_entry_point(point: EntryPoint, owner: str | None) -> None:
+    """Raise `PlatformError` for an entry point that was not written by a build tool."""
+    if point.dist is not None and not owner:
+        what = "the METADATA of its distribution has no readable Name"
+        raise PlatformError(what, expected="Name: ...", advice="install it again")
+    if point.pattern.match(point.value) is None:
+        what, advice = "its entry point cannot be read", "install it again"
+        raise PlatformError(what, got=shown(point.value), expected="module:name", advice=advice)
+
+
+def _file_of_distribution(dist: Distribution | None) -> str:
+    """The folder of a distribution's metadata."""
+    # Only Python's own kind of distribution has a path; others know where their packages are.
+    place = None if dist is None else getattr(dist, "_path", None) or dist.locate_file("")
+    return printable(os.path.abspath(str(place)), kept="")
+
+
+def _file_of_hook(hook: pluggy.HookImpl) -> str:
+    """The file of the code of a registered plugin's hook."""
+    code = getattr(inspect.unwrap(hook.function), "__code__", None)
+    return _file_of(hook.function.__module__) if code is None else printable(code.co_filename, "")
 
 
 def _file_of(module: str) -> str:

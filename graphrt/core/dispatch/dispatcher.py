@@ -9,7 +9,6 @@ from operator import itemgetter
 from typing import Any
 
 from graphrt.core.base.errors import InvalidBatchError, InvalidModeError, Uncopied
-from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import items_of, padding_ratio, refused
 from graphrt.core.batch.context import ForwardContext
 from graphrt.core.batch.descriptor import (
@@ -73,7 +72,6 @@ class _Version:
         self.ladders: dict[Agreed | None, _Choice] = {}
 
 
-@public("graphrt")
 class GraphDispatcher(Uncopied):
     """Finds the best captured graph for a batch. Best is the least in this order:
     FULL before PIECEWISE, tokens, active LoRAs, uniform before general, bounds, requests.

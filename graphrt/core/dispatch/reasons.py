@@ -5,12 +5,10 @@ from __future__ import annotations
 import enum
 from typing import NamedTuple
 
-from graphrt.core.base.homes import public
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
 
 
-@public("graphrt")
 class Reason(enum.Enum):
     """Why a step runs the way it does. The last two are of single calls inside of a step, which
     wrappers count (`GraphWrapper.eager_calls`). Dispatch gives the others; MISSING_GRAPH,
@@ -39,7 +37,6 @@ class Reason(enum.Enum):
         return f"Reason.{self.name}"
 
 
-@public("graphrt")
 class Dispatch(NamedTuple):
     """How to run a batch. With mode NONE, `descriptor` is the batch itself, unpadded.
 

@@ -14,7 +14,6 @@ from typing import Any, final
 import torch
 
 from graphrt.core.base.errors import GraphRTError, InvalidBatchError
-from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import refused
 from graphrt.core.batch.descriptor import Batch, checked_batch
 from graphrt.core.device.platform import Platform
@@ -27,13 +26,12 @@ _CACHED_LAYOUTS = 1024
 
 
 @final
-@public("graphrt")
 class InputSlot(dict[str, torch.Tensor]):
     """Host memory for the inputs of `batch`: `slot[name]` is the live rows of an input, by its
     (dotted) name, as a CPU tensor, which holds padding until it is written.
 
-    `runner(slot)` runs the step of what is written there. The host may keep the slot, and write and
-    run it again; padding is graphrt's.
+    `runner(slot)` runs the step of what is written there. The host may keep the input slot, and
+    write and run it again; padding is graphrt's.
     """
 
     def __init__(self, batch: Batch, tensors: dict[str, torch.Tensor]) -> None:
@@ -203,14 +201,14 @@ def batch_of(inputs: StaticInputs, values: Mapping[str, Any]) -> Batch:
 
 
 def reqs_of(inputs: StaticInputs, batch: Batch, values: Mapping[str, Any] | None) -> int:
-    """How many requests a batch has, by itself or by its inputs: these are None for a slot, which
-    is made before them."""
+    """How many requests a batch has, by itself or by its inputs: these are None for an input slot,
+    which is made before them."""
     if batch.num_reqs is not None:
         return batch.num_reqs
     if batch.query_len:
         return batch.num_tokens // batch.query_len
     if values is None and "reqs" in inputs.declared.by_axis:
-        what = "a slot is made before there are inputs that say how many requests the batch has"
+        what = "an input slot is made before inputs say how many requests the batch has"
         advice = "Batch(num_tokens, num_reqs)"
         raise refused(what, batch, "num_reqs, or query_len", advice, InvalidBatchError)
     reqs = None if values is None else inputs.declared.infer(values)[1]

@@ -16,7 +16,7 @@ from graphrt.core.base.errors import GraphRTError, InvalidBatchError, InvalidInp
 from graphrt.core.base.option_values import MOST, check_kind, refused, shown
 from graphrt.core.device.platform import Platform
 from graphrt.core.inputs.layout import InputLayout
-from graphrt.core.inputs.spec import InputSpec, check_value
+from graphrt.core.inputs.spec import Inputs, InputSpec, check_value, specs_of
 
 _LARGE_BYTES = 1 << 30
 """Buffers up to 1 GiB fit nearly everywhere: for larger ones the device is asked how much memory it
@@ -218,7 +218,9 @@ def _specs(specs: object, prefix: str, where: str) -> Iterator[tuple[str, InputS
     """(dotted name, spec) of each input in a mapping, whose own name is `prefix`; raises
     `InvalidInputError` for anything else, which errors say is at `where`."""
     if not isinstance(specs, Mapping) or not specs:
-        raise _wrong_inputs(where, specs, "a mapping of at least one name to an InputSpec")
+        raise _wrong_inputs(
+            where, specs, "at least one name with its InputSpec, or a tensor like it"
+        )
     for name, spec in specs.items():
         if not isinstance(name, str) or not name or "." in name:
             raise _wrong_inputs(where, name, "names of arguments, without a dot")
@@ -230,6 +232,29 @@ def _specs(specs: object, prefix: str, where: str) -> Iterator[tuple[str, InputS
             yield prefix + name, spec
         else:
             raise _wrong_inputs(f"inputs= at {prefix}{name}", spec, "an InputSpec")
+
+
+def with_specs(inputs: Inputs) -> Any:
+    """`inputs`, with an `InputSpec` in the place of each tensor. Raises `InvalidInputError` for
+    tensors of which it cannot be told which dimension has the rows."""
+    tensors = _tensors_of(inputs)
+    specs = specs_of(tensors, 'InputSpec.of({}, ("rows", None)) in its place') if tensors else {}
+    return _replaced(inputs, specs, "") if tensors else inputs
+
+
+def _tensors_of(inputs: object) -> dict[str, torch.Tensor]:
+    """The tensors among (nested) inputs, by dotted name."""
+    flat = flat_of(inputs) if isinstance(inputs, Mapping) else ()
+    return {name: value for name, value in flat if isinstance(value, torch.Tensor)}
+
+
+def _replaced(inputs: Mapping[str, Any], specs: Mapping[str, InputSpec], prefix: str) -> Any:
+    return {
+        name: _replaced(value, specs, f"{prefix}{name}.")
+        if isinstance(value, Mapping)
+        else specs.get(f"{prefix}{name}", value)
+        for name, value in inputs.items()
+    }
 
 
 def check_forward(forward: Callable[..., Any], specs: Mapping[str, Any]) -> None:
@@ -278,4 +303,5 @@ def flat_of(specs: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 def _wrong_inputs(where: str, value: object, expected: str) -> GraphRTError:
     example = 'inputs={"input_ids": InputSpec(torch.int64, ("tokens",))}'
     advice = f"{example}; a mapping in it is an argument that is a dict"
-    return refused(f"{where} describes no inputs", value, expected, advice, InvalidInputError)
+    what = f"{where} must map names to InputSpec"
+    return refused(what, value, expected, advice, InvalidInputError)

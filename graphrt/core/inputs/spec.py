@@ -5,14 +5,14 @@ from __future__ import annotations
 import cmath
 import itertools
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from graphrt.core.base.errors import GraphRTError, InvalidInputError, OverwrittenOutputError
-from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import refused
 from graphrt.core.batch.descriptor import Axis
 
@@ -20,7 +20,6 @@ _MOST_BLOCKS = 1 << 16
 """The most pieces in front of a batch axis: each is a copy of its own at every step."""
 
 
-@public("graphrt")
 @dataclass(frozen=True)
 class InputSpec:
     """One input of a forward: its dtype, its shape with named batch axes, and its padding.
@@ -53,6 +52,27 @@ class InputSpec:
         object.__setattr__(self, "shape", tuple(self.shape))
         _check_pad(self.dtype, self.pad, self.index)
 
+    @classmethod
+    def of(cls, tensor: torch.Tensor, axes: Sequence[int | str | None] = ("rows",)) -> InputSpec:
+        """The spec of inputs like `tensor`. `axes` are those of its first dimensions; a dimension
+        with None, or without an axis, keeps its size. Raises `InvalidInputError`."""
+        if not isinstance(tensor, torch.Tensor):
+            raise _wrong_spec("tensor", tensor, "a torch.Tensor", "torch.int64")
+        named = isinstance(axes, tuple | list) and len(axes) <= tensor.dim()
+        if not named or any(each is not None and not isinstance(each, int | str) for each in axes):
+            raise refused(
+                "the axes of an input are not those of its tensor",
+                axes,
+                f"an axis or None for the first dimensions of {tuple(tensor.shape)}",
+                'InputSpec.of(mask, ("rows", None))',
+                InvalidInputError,
+            )
+        sizes = tuple(tensor.shape)
+        front = tuple(
+            size if axis is None else axis for axis, size in zip(axes, sizes, strict=False)
+        )
+        return cls(tensor.dtype, front + sizes[len(axes) :])
+
     @property
     def pad_value(self) -> int | float | complex | bool:
         """The value of padding rows; 0 with "repeat", while no step has left rows."""
@@ -71,6 +91,36 @@ class InputSpec:
             size if isinstance(size, int) else _axis_of(size).size(tokens, reqs)
             for size in self.shape
         )
+
+
+Inputs: TypeAlias = Mapping[str, "InputSpec | torch.Tensor | Mapping[str, Any]"]
+"""What a runner is told of its inputs: the spec of each by name, or a tensor like it; a mapping is
+an argument that is a dict."""
+
+
+def specs_of(tensors: Mapping[str, torch.Tensor], how: str) -> dict[str, InputSpec]:
+    """The specs of inputs like these: dimension 0 is their rows, if all agree on its length and it
+    is above 1. An input without dimensions has no rows.
+
+    Raises `InvalidInputError` where it cannot be told; `how` is the advice, with {} for the name of
+    an input.
+    """
+    lengths = {name: tensor.shape[0] for name, tensor in tensors.items() if tensor.dim()}
+    if len({*lengths.values()}) > 1 or any(length <= 1 for length in lengths.values()):
+        shapes = ", ".join(f"{name} {tuple(tensors[name].shape)}" for name in lengths)
+        common = max([*lengths.values()], key=[*lengths.values()].count)
+        unlike = [name for name in lengths if lengths[name] != common or common <= 1]
+        raise InvalidInputError(
+            "it cannot be told by the tensors in inputs= which dimension has the rows",
+            got=shapes,
+            expected="the same length, above 1, in dimension 0 of all",
+            advice=" and ".join(how.format(name) for name in unlike)
+            + ', with None in place of "rows" for a size that is the same at every call',
+        )
+    return {
+        name: InputSpec.of(tensor, ("rows",) if tensor.dim() else ())
+        for name, tensor in tensors.items()
+    }
 
 
 LOWEST_ADDRESS = 1 << 24

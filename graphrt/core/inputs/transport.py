@@ -26,7 +26,7 @@ MAX_SLOTS = 64
 """Steps that can be under way before the host waits for the oldest one's copy; fewer where so many
 slots would take more than `MAX_BYTES`."""
 MAX_BYTES = 32 << 20
-"""The most page-locked memory that the slots of one runner take: it cannot be swapped out."""
+"""The most page-locked memory that the ring slots of one runner take: it cannot be swapped out."""
 
 _CACHED_VIEWS = 1024
 """The most slices of a slab that are kept."""
@@ -186,7 +186,7 @@ class StagedCopy(InputTransport):
     """Copies live rows into the slab of a device, and pads them: all that comes from the host in
     one copy, and what is on the device already in another.
 
-    The host writes a slot of a ring: page-locked memory, with an event that tells when it is copied
+    The host writes a ring slot: page-locked memory, with an event that tells when it is copied
     and may be written again. The ring grows while the device is behind, up to `max_slots`; then the
     host waits.
     """
@@ -224,8 +224,8 @@ class StagedCopy(InputTransport):
                     move.pad_on_device()
 
     def _take(self) -> tuple[Slab, DeviceEvent | None]:
-        """A slot that the host may write now: the oldest, if its copy is over; else a new one, or
-        at `max_slots` the oldest after a wait."""
+        """A ring slot that the host may write now: the oldest, if its copy is over; else a new
+        one, or at `max_slots` the oldest after a wait."""
         slots = self._slots
         event = slots[0][1] if slots else None
         if not slots or (event is not None and not event.query()):

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from graphrt.core.base.errors import InvalidOptionError
-from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import count_of, items_of, number_of, refused, shown
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
@@ -20,7 +19,6 @@ RESOURCES = ("streams", "graphs", "device_bytes", "capture_s")
 """The fields of `GraphCost` and, as limits, of `Budget`."""
 
 
-@public("graphrt")
 @dataclass(frozen=True)
 class GraphCost:
     """What the graph of one descriptor takes; for PIECEWISE all its pieces together.
@@ -42,7 +40,6 @@ class GraphCost:
         return GraphCost(*(getattr(self, name) + getattr(other, name) for name in RESOURCES))
 
 
-@public("graphrt")
 @dataclass(frozen=True)
 class Budget:
     """What the graphs of one plan may take together, in the units of `GraphCost`; None is no limit.
@@ -119,7 +116,6 @@ def _make_numbers(owner: GraphCost | Budget) -> None:
             object.__setattr__(owner, name, number_of(name, amount, what))
 
 
-@public("graphrt.types")
 class PlannedCapture(NamedTuple):
     """A graph that is captured, and what it will take."""
 
@@ -128,7 +124,6 @@ class PlannedCapture(NamedTuple):
     cost: GraphCost
 
 
-@public("graphrt.types")
 class LeftOut(NamedTuple):
     """A graph that is not captured, and why."""
 

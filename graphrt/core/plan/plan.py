@@ -15,7 +15,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from graphrt.core.base.errors import InvalidOptionError, ResourceExhaustedError
-from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import check_kind, count_of, items_of
 from graphrt.core.base.texts import printable
 from graphrt.core.batch.descriptor import checked_variant
@@ -41,7 +40,6 @@ class SizeArguments(TypedDict, total=False):
     traffic: Traffic | None
 
 
-@public("graphrt.types")
 class PlanArguments(SizeArguments, total=False):
     """The arguments of `Plan`, which `GraphRunner` takes too."""
 
@@ -130,7 +128,6 @@ def check_plan_arguments(names: Collection[str], beside: object = None) -> None:
         )
 
 
-@public("graphrt")
 class Plan:
     """Which graphs a host's batches need: the mode, the sizes, the keys, and what a budget holds.
 
@@ -180,13 +177,13 @@ class Plan:
         resolved = resolution.resolve_mode(**self.arguments)
         self.pieces = resolved.pieces
         cap = self.platform.default_max_size()
-        self.sizes = sizes.capture_sizes(**self.arguments, cap=cap)
-        sizes.check_decode(resolved.mode, self.sizes)
+        possible = sizes.capture_sizes(**self.arguments, cap=cap)
+        sizes.check_decode(resolved.mode, possible)
         # The sizes of full decode batches: a host that is busy runs these most.
-        fulls = [self.sizes.max_num_reqs * query_len for query_len in self.sizes.decode]
+        fulls = [possible.max_num_reqs * query_len for query_len in possible.decode]
         # Sizes in tokens -> the same, the most valuable first.
         self._worth = partial(by_worth, traffic=self.arguments["traffic"], landmarks=fulls)
-        keys = sizes.descriptors_for(resolved.mode, self.sizes, **self.arguments)
+        keys = sizes.descriptors_for(resolved.mode, possible, **self.arguments)
         budget = self.arguments["budget"] or Budget()
         budget.check_costs(dict.fromkeys(runtime_mode for runtime_mode, _ in keys))
         fitted = fit(keys, budget, resolved, self._worth)
@@ -194,6 +191,8 @@ class Plan:
         self.resolution.log_steps()
         self.mode = self.resolution.mode
         self.keys = tuple((each.mode, each.descriptor) for each in self.captured)
+        own = self.arguments["sizes"]
+        self.sizes = sizes.captured_sizes(possible, self.keys, own)
 
     @property
     def total(self) -> GraphCost:

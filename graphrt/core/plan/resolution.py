@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from graphrt.core.base.errors import InvalidModeError, InvalidOptionError
-from graphrt.core.base.homes import public
 from graphrt.core.base.log import logger
 from graphrt.core.base.option_values import items_of, refused
 from graphrt.core.base.texts import printable
@@ -29,7 +28,6 @@ SWITCHED_OFF = "environment"
 """The rule of the step that `GRAPHRT_MODE=NONE` takes."""
 
 
-@public("graphrt.types")
 @dataclass(frozen=True)
 class ResolutionStep:
     """One change of mode on the way: which rule, from what, to what, and why."""
@@ -41,7 +39,6 @@ class ResolutionStep:
     backend: str | None = None
 
 
-@public("graphrt.types")
 @dataclass(frozen=True)
 class ModeResolution:
     """The mode that runs, the ordered steps that led to it, and what cuts a forward into pieces."""

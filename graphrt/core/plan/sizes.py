@@ -5,10 +5,9 @@ from __future__ import annotations
 import itertools
 import textwrap
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from graphrt.core.base.errors import InvalidOptionError
-from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import count_of, items_of, refused, shown
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode, Mode
@@ -26,14 +25,13 @@ _MOST_GRAPHS = 1 << 17
 is far more than anybody captures: listing the graphs of a mistake would take minutes."""
 
 
-@public("graphrt.types")
 @dataclass(frozen=True)
 class CaptureSizes:
-    """The sizes that can be captured for one host.
+    """The sizes that can be captured for one host; those of a `Plan` are captured.
 
     `mixed` are the PIECEWISE sizes, `general` those of FULL graphs that serve any batch, and
     `decode` the ladder of uniform FULL sizes for each query length. `limit` is M of
-    docs/concepts/sizes.md, `left_out` the host's own sizes that are larger than any batch.
+    docs/concepts/sizes.md, `left_out` the host's own sizes that are larger than any graph.
     """
 
     max_num_reqs: int
@@ -46,9 +44,12 @@ class CaptureSizes:
 
     def lines(self, mode: GraphMode) -> list[str]:
         """The lists of sizes that `mode` captures, in tokens, with how many there are."""
-        lists = {"any batch": self.general}
-        if mode is not GraphMode.FULL:
-            lists = {"mixed": self.mixed}
+        if mode is GraphMode.NONE:
+            return []
+        lists = {"mixed": self.mixed} if mode.has_piecewise else {}
+        if mode is GraphMode.FULL:
+            lists["any batch"] = self.general
+        elif mode.has_full:
             lists |= {f"decode, query length {q}": ladder for q, ladder in self.decode.items()}
         width = max(map(len, lists))
         largest = max((listed[-1] for listed in lists.values() if listed), default=0)
@@ -57,10 +58,34 @@ class CaptureSizes:
             head = f"  {name:{width}} {len(listed):4}: "
             text = head + (" ".join(map(str, listed)) or "none")
             lines.append(textwrap.fill(text, _WIDTH, subsequent_indent=" " * len(head)))
-        if self.left_out:
-            sizes = " ".join(map(str, self.left_out))
-            lines.append(f"left out: sizes above max_num_tokens={self.max_num_tokens}: {sizes}")
+        tokens = self.max_num_tokens
+        for most, above in (
+            (f"{largest}, the largest that is captured", [n for n in self.left_out if n <= tokens]),
+            (f"max_num_tokens={tokens}", [n for n in self.left_out if n > tokens]),
+        ):
+            if above:
+                lines.append(f"left out: sizes above {most}: {' '.join(map(str, above))}")
         return lines
+
+
+def captured_sizes(
+    possible: CaptureSizes, keys: Iterable[CaptureKey], own: Iterable[int] | None
+) -> CaptureSizes:
+    """The sizes of the graphs `keys`, of all that were possible; `own` are the host's own sizes."""
+    mixed: set[int] = set()
+    general: set[int] = set()
+    decode: dict[int | None, set[int]] = {query_len: set() for query_len in possible.decode}
+    for mode, key in keys:
+        of_mode = mixed if mode is GraphMode.PIECEWISE else general
+        (decode[key.query_len] if key.uniform else of_mode).add(key.num_tokens)
+    largest = max(mixed.union(general, *decode.values()), default=0)
+    return replace(
+        possible,
+        mixed=tuple(sorted(mixed)),
+        general=tuple(sorted(general)),
+        decode={query_len: tuple(sorted(decode[query_len])) for query_len in possible.decode},
+        left_out=tuple(size for size in own or () if largest and size > largest),
+    )
 
 
 def check_sizes(sizes: Iterable[int]) -> tuple[int, ...]:
@@ -128,8 +153,7 @@ def capture_sizes(
             largest = min(full, tokens) // q * q
             rounded = {min(-(-size // q) * q, largest) for size in listed}
             ladders[q] = tuple(sorted((rounded | ({full} if full <= limit else set())) - {0}))
-        above = tuple(size for size in sizes or () if size > max_num_tokens)
-        return CaptureSizes(max_num_reqs, max_num_tokens, limit, listed, listed, ladders, above)
+        return CaptureSizes(max_num_reqs, max_num_tokens, limit, listed, listed, ladders)
     mixed = _up_to(top, [*_steps(top), max_num_reqs * longest, max_num_tokens])
     whole: list[int] = []
     for q in query_lens:

@@ -12,11 +12,9 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 
-from graphrt.core.base import errors, tree
-from graphrt.core.base.homes import public
+from graphrt.core.base import errors, settings, tree
 from graphrt.core.base.option_values import shown, told
 from graphrt.core.base.thread_mode import without_gradients
-from graphrt.core.base.torch_names import attention_kernels, attention_order, function_modes
 from graphrt.core.batch.context import ForwardContext
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.device.contract import DeviceGraph
@@ -154,65 +152,16 @@ def name_of(function: Callable[..., Any]) -> str:
     return getattr(function, "__qualname__", None) or str(function)
 
 
-_AUTOCAST = "autocast on "
-"""The beginning of the name of a setting of autocast, before the kind of device."""
-_backends: Any = torch.backends
-# The parts of torch.backends that have a precision of float32. Looked up once: that takes ten times
-# as long as asking for the precision, which a capture does at each eager part.
-_FLOAT32 = (
-    *(_backends.cuda.matmul, _backends.cudnn.conv, _backends.cudnn.rnn),
-    *(_backends.mkldnn.matmul, _backends.mkldnn.conv, _backends.mkldnn.rnn),
-)
-
-
-def settings_now() -> dict[str, Any]:
-    """The settings that change what operators do and that a forward can enter around a part.
-
-    Whether there are gradients is not among them: graphs have none.
-    """
-    cudnn, sums = _backends.cudnn, _backends.cuda.matmul
-    accelerator = torch.accelerator.current_accelerator()
-    kinds = "cpu", *(() if accelerator is None else (accelerator.type,))
-    # What autocast casts to; None where it is off.
-    settings: dict[str, Any] = {
-        f"{_AUTOCAST}{kind}": torch.get_autocast_dtype(kind)
-        if torch.is_autocast_enabled(kind)
-        else None
-        for kind in kinds
-    }
-    settings |= {
-        "default device": torch.get_default_device(),
-        "torch function modes": tuple(function_modes()),
-        "default dtype": torch.get_default_dtype(),
-        "deterministic algorithms": (
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_deterministic_algorithms_warn_only_enabled(),
-        ),
-        "precision of float32": [each.fp32_precision for each in _FLOAT32],
-        "sums in matmul": (
-            sums.allow_fp16_reduced_precision_reduction,
-            sums.allow_bf16_reduced_precision_reduction,
-            sums.allow_fp16_accumulation,
-        ),
-        "cudnn": (cudnn.enabled, cudnn.benchmark, cudnn.deterministic),
-        "mkldnn": _backends.mkldnn.enabled,
-    }
-    if attention_kernels and attention_order:
-        kernels = tuple(attention_kernels()), tuple(attention_order())
-        settings["kernels of scaled_dot_product_attention"] = kernels
-    return settings
-
-
 def under_settings(function: Callable[..., Any], around: Mapping[str, Any]) -> Callable[..., Any]:
     """`function` under the present autocast, if it differs from that `around` the forward.
 
     Raises `CaptureError` if another setting differs: a replay would not enter it.
     """
     casts = {}
-    for each, value in settings_now().items():
+    for each, value in settings.around_part().items():
         if value == around[each]:
             continue
-        if not each.startswith(_AUTOCAST):
+        if not each.startswith(settings.AUTOCAST):
             raise errors.CaptureError(
                 f"the forward enters another setting around eager break {name_of(function)}, which "
                 "a replay calls by itself",
@@ -220,7 +169,7 @@ def under_settings(function: Callable[..., Any], around: Mapping[str, Any]) -> C
                 expected=f"{around[each]}, as around the forward",
                 advice="enter it inside of the eager part, or around the whole forward",
             )
-        casts[each.removeprefix(_AUTOCAST)] = value
+        casts[each.removeprefix(settings.AUTOCAST)] = value
     if not casts:
         return function
 
@@ -244,14 +193,12 @@ def bound_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, 
     }
 
 
-@public("graphrt.types")
 class Part(Protocol):
     """One element of a captured step."""
 
     def replay(self) -> None: ...
 
 
-@public("graphrt")
 @runtime_checkable
 class SegmentHooks(Protocol):
     """What a weight offloader needs around each graph of a wrapper."""
@@ -266,7 +213,6 @@ class SegmentHooks(Protocol):
         """Before every replay of a segment."""
 
 
-@public("graphrt.lowlevel")
 @dataclass(eq=False, repr=False)
 class Segment:
     """A segment that is more than its graph: it has calls `before` each replay, or tasks, which are
@@ -310,7 +256,6 @@ class Segment:
             raise
 
 
-@public("graphrt.lowlevel")
 def graphs_of(parts: Iterable[Part]) -> list[DeviceGraph]:
     """The device graphs among the parts of a step, in order."""
     graphs: list[DeviceGraph] = []
@@ -379,7 +324,6 @@ class TaskTable:
         return values if self.mixed or True in changes.values() else None
 
 
-@public("graphrt.types")
 class Entry:
     """What a wrapper replays for one descriptor: its `parts` in their order, its `outputs`, and as
     `bound` the arguments that its graphs read, by path: see `bound_arguments`. A capture makes it;

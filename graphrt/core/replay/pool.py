@@ -18,7 +18,6 @@ import torch
 
 from graphrt.core.base import errors, tree
 from graphrt.core.base._undo import Undo
-from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import check_callable
 from graphrt.core.batch.context import ForwardContext
 from graphrt.core.batch.descriptor import BatchDescriptor
@@ -95,7 +94,6 @@ if hasattr(os, "register_at_fork"):  # nothing forks on Windows
     os.register_at_fork(after_in_child=_in_child)
 
 
-@public("graphrt.types")
 class HoldsGraphs(Protocol):
     """An owner of graphs in a pool, such as a wrapper."""
 
@@ -267,11 +265,9 @@ class PoolStreams:
 
 
 class PoolHolders:
-    """The wrappers that have graphs in a pool, held weakly; how often they have captured; and the
-    host's sessions."""
+    """The wrappers that have graphs in a pool, held weakly; and the host's sessions."""
 
     def __init__(self) -> None:
-        self.captures = 0
         self._each: weakref.WeakSet[HoldsGraphs] = weakref.WeakSet()
         # The sessions of the host that have begun and not ended.
         self._sessions: list[CaptureSession] = []
@@ -301,7 +297,6 @@ class PoolHolders:
             holder.in_session(bool(self._sessions))
 
 
-@public("graphrt")
 class CaptureSession:
     """What was captured in a pool since this, of `GraphPool.capture_session()`, was entered."""
 
@@ -342,7 +337,6 @@ class CaptureSession:
         return None if now is None or self._bytes is None else now - self._bytes
 
 
-@public("graphrt")
 class GraphPool(errors.Uncopied):
     """Memory that graphs share when they never run concurrently: sizes, pieces, target and draft.
 
@@ -394,6 +388,7 @@ class GraphPool(errors.Uncopied):
         self.owner: object | None = None
         self.pieces = PieceSteps()
         self.holders = PoolHolders()
+        self.captures = 0
         self.on_capture: OnCapture | None = None
         # Without it an output could be read after the pool has freed its memory.
         weakref.finalize(self, expire, self.handed_out).atexit = False
@@ -416,11 +411,6 @@ class GraphPool(errors.Uncopied):
     def stream(self) -> Any:
         """The stream that it captures on; None where the device has none."""
         return self.streams.for_captures
-
-    @property
-    def captures(self) -> int:
-        """How often something was captured in it."""
-        return self.holders.captures
 
     @property
     def handle(self) -> Any:
@@ -449,7 +439,7 @@ class GraphPool(errors.Uncopied):
 
     def _captured(self, wrapper: HoldsGraphs, descriptor: BatchDescriptor) -> None:
         """Count a capture, and tell who wants to know."""
-        self.holders.captures += 1
+        self.captures += 1
         if self.on_capture is not None:
             check_callable("on_capture", self.on_capture)
             self.on_capture(wrapper, descriptor)

@@ -14,11 +14,9 @@ import torch
 
 from graphrt.core.base._undo import ProcessChange, Undo
 from graphrt.core.base.errors import NestedCaptureError
-from graphrt.core.base.homes import public
 from graphrt.core.device.contract import GraphWork
 
 
-@public("graphrt.lowlevel")
 class Recording(Protocol):
     """A capture under way. In its eager parts no segment is open."""
 
@@ -94,14 +92,12 @@ def enter_under_way(undo: Undo, owner: object) -> None:
     under_way.add(id(owner))
 
 
-@public("graphrt.lowlevel")
 def current_capture() -> Recording | None:
     """The capture whose segment is open in this thread, or None: also None in eager parts."""
     recording = active.get()
     return recording if recording is not None and recording.segment_open else None
 
 
-@public("graphrt.lowlevel")
 def is_inside_capture() -> bool:
     """Whether what is called now becomes part of a graph, or is run to warm one up.
 
@@ -154,7 +150,6 @@ def freeze_garbage(undo: Undo, user: object) -> None:
     _still.enter(user)
 
 
-@public("graphrt.lowlevel")
 @contextmanager
 def frozen_gc() -> Iterator[None]:
     """No collection in the body, nor in that of any other user; see `freeze_garbage`."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -21,7 +21,6 @@ import torch
 from graphrt.core.base import option_values, tree
 from graphrt.core.base._undo import Undo, note, undoing
 from graphrt.core.base.errors import InvalidOptionError, InvalidUpdateError, MissingUpdateError
-from graphrt.core.base.homes import public
 from graphrt.core.batch.context import ForwardContext, current_context
 from graphrt.core.batch.descriptor import Axis, Batch, BatchDescriptor
 from graphrt.core.replay.recording import counted, current_capture, in_task
@@ -58,7 +57,6 @@ DEFERRED: Final = _Marker("DEFERRED")
 with its `update`. Until then nothing else may run in its pool."""
 
 
-@public("graphrt")
 @dataclass(frozen=True)
 class HostArg:
     """One host argument of a task.
@@ -208,16 +206,15 @@ def _whole(key: str, value: Any, axis: str) -> list[int]:
     ) from cause
 
 
-@public("graphrt")
 class UpdatableTask:
     """An operator with host arguments, declared once and called in the forward.
 
     `issue(*tensors, **host_values)` calls the operator into given outputs and workspace: it may not
     allocate, synchronise, or touch other tensors than those it was captured with. With other host
-    values it launches as many kernels as at its capture, of the same kind. On Ascend another number
-    is a `TaskContractError` (the device answers 507000), or a `DeviceHangError` where one too many
-    ends torch_npu's launch queue. On CUDA it may launch fewer, never more. `at_capture` gives the
-    worst-case host values for a descriptor, which warm-up and capture use.
+    values it launches as many kernels as at its capture, of the same kind, on CUDA the same ones;
+    others are a `TaskContractError`. On Ascend (the device answers 507000) one too many may end
+    torch_npu's launch queue, a `DeviceHangError`. `at_capture` gives the worst-case host values for
+    a descriptor, which warm-up and capture use.
     """
 
     def __init__(
@@ -363,7 +360,6 @@ class UpdatableTask:
         }
 
 
-@public("graphrt.lowlevel")
 @dataclass(eq=False, repr=False)
 class CapturedTask:
     """One task of a captured segment: its `handle` is what the platform's bracket returned, its
@@ -403,26 +399,9 @@ class CapturedTask:
         # -0.0 equals 0.0, and 1.0 and True equal 1; an operator may tell them apart.
         return new != old or any(repr(new[key]) != repr(old[key]) for key in scalars)
 
-    def likeness(self) -> Hashable:
-        """See `TaskUpdate`."""
-        leaves = tree.leaves((self.args, self.kwargs))
-        return id(self.spec), *((path, _trait(leaf)) for path, leaf in leaves)
-
     def tensors(self) -> list[torch.Tensor]:
         """See `TaskUpdate`."""
         return tree.tensors(self.args, self.kwargs)
-
-
-def _trait(leaf: Any) -> Hashable:
-    """What two layers' tasks must have in common at one argument to be issued alike."""
-    if isinstance(leaf, torch.Tensor):
-        # The task may read host memory when it is issued: only the same tensor is alike.
-        if leaf.device.type == "cpu":
-            return id(leaf)
-        return leaf.dtype, tuple(leaf.shape), leaf.stride(), leaf.device
-    if isinstance(leaf, bool | int | float | str | torch.dtype | torch.device | None):
-        return type(leaf), leaf.hex() if isinstance(leaf, float) else leaf
-    return id(leaf)
 
 
 def failed_half_way() -> MissingUpdateError:

@@ -1,9 +1,8 @@
 """How the graphs of a runner are captured, and when.
 
 `capture_all`, `capture_next` and `capture_for_step` say which: all that are missing, one of them,
-or the one that a step misses. `CaptureSession` captures them, and undoes each that fails.
-`StreamLedger` counts the streams that they take. `graphrt.CaptureSession`, of
-`GraphPool.capture_session()`, is another class: it is for hosts that capture piece by piece.
+or the one that a step misses. `RunnerCapture` captures them, and undoes each that fails.
+`StreamLedger` counts the streams that they take.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ import torch.distributed as dist
 
 from graphrt.core.base import errors, tree
 from graphrt.core.base._undo import Undo, note, undoing
-from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import check_takes
 from graphrt.core.base.texts import counted, seconds_text
 from graphrt.core.batch.context import ForwardContext
@@ -29,7 +27,7 @@ from graphrt.core.batch.descriptor import Batch, BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture import refusals
 from graphrt.core.capture.guard import SideDoors, side_doors
-from graphrt.core.device.contract import EndedCaptureError, GraphWork
+from graphrt.core.device.contract import Capability, EndedCaptureError, GraphWork
 from graphrt.core.dispatch.ladders import preference
 from graphrt.core.dispatch.reasons import Agreed, Dispatch
 from graphrt.core.plan.sizes import CaptureKey
@@ -47,16 +45,19 @@ _WIDTH = 24
 """The characters of a progress bar: with the text behind it a line fits into a terminal."""
 
 
-@public("graphrt.types")
 @dataclass(frozen=True)
 class CaptureProgress:
     """The result of one `capture_next()`.
 
-    `captured` is what was captured in this call, `left` how many graphs further calls would try.
+    `captured` is what was captured in this call, `left` how many graphs further calls would try. It
+    is true while some are left.
     """
 
     captured: tuple[graph_table.GraphRecord, ...]
     left: int
+
+    def __bool__(self) -> bool:
+        return self.left > 0
 
 
 def progress_bar(stream: TextIO | None = None) -> Callable[..., None]:
@@ -92,8 +93,8 @@ def progress_of(progress: Progress | bool | None) -> Progress | None:
     return progress
 
 
-# Each of these three is called in a turn of the pool, and makes a new `CaptureSession`: steps
-# between two calls change the state that a session saves.
+# Each of these three is called in a turn of the pool, and makes a new `RunnerCapture`: steps
+# between two calls change the state that it saves.
 
 
 def capture_all(executor: StepExecutor, progress: Progress | None) -> None:
@@ -102,7 +103,7 @@ def capture_all(executor: StepExecutor, progress: Progress | None) -> None:
     graphs.left_out.clear()
     keys = graphs.missing()
     _agree_on(graphs, keys)
-    CaptureSession(graphs).run(keys, progress)
+    RunnerCapture(graphs).run(keys, progress)
     if keys and progress is not None:
         progress(len(keys), len(keys), keys[-1][1])
     _finish(executor)
@@ -115,7 +116,7 @@ def capture_next(executor: StepExecutor) -> CaptureProgress:
     _agree_on(graphs, keys)
     # A plan without graphs has no keys, and its compiled modules still have to compile, once.
     if keys or not (graphs.setup.plan.keys or graphs.sealing.closed):
-        CaptureSession(graphs).run(keys, more=bool(keys))
+        RunnerCapture(graphs).run(keys, more=bool(keys))
     captured, left = tuple(graphs.records[before:]), graphs.missing(left=True)
     # At the last graph, or if nothing is sealed yet: a further call neither warns nor tries again.
     if not left and (captured or not graphs.sealing.closed):
@@ -147,7 +148,7 @@ def capture_for_step(
     values = tree.cloned(declared.check(values, batch.num_tokens, batch.num_reqs))
     key = wanted.mode, wanted.descriptor
     try:
-        CaptureSession(graphs).run([key])
+        RunnerCapture(graphs).run([key])
     except Exception:
         graphs.leave_out([key])
         raise
@@ -200,7 +201,7 @@ def _tell_dropped(graphs: graph_table.GraphTable) -> None:
     )
 
 
-class CaptureSession:
+class RunnerCapture:
     """Captures some graphs of a runner, in a turn of the pool.
 
     1. Compiled modules that are not compiled yet run once, and compile.
@@ -334,11 +335,19 @@ class CaptureSession:
             # After a release the pool holds memory still: it counts for the first graph.
             before = 0
         self._streams.check(graph)
-        began, work = time.perf_counter(), self._warm_up(graph)
+        began, work, has_room = time.perf_counter(), None, True
+        try:
+            work = self._warm_up(graph)
+        except errors.ResourceExhaustedError:
+            in_pool = Capability.ALLOCATE_IN_POOL in pool.platform.capabilities
+            if not in_pool or not self._graphs.records:
+                raise
+            has_room = False
+        if not has_room:  # not from above: an error that is handled keeps the memory of its run
+            work = self._warm_up_in_pool(graph)
         warm_up_s = time.perf_counter() - began
         is_cold = not self._setup.options.warmups
-        # Without a warm-up it is unknown whether the forward reads memory of the host.
-        transaction.lifts_constants |= is_cold or self._state.reads_host_memory()
+        self._graphs.lifting.expect(is_cold or self._state.reads_host_memory())
         transaction.may_draw = is_cold or self._state.may_draw()
         transaction.work = work
         self._streams.check(graph, work)
@@ -389,6 +398,15 @@ class CaptureSession:
             raise
         return work
 
+    @undoing
+    def _warm_up_in_pool(self, undo: Undo, graph: graph_table.PreparedStep) -> GraphWork | None:
+        """Warm up in the memory of the pool, in which larger graphs leave room: that of their
+        intermediate tensors, which a smaller graph uses again, on the same stream."""
+        platform, pool = self._setup.pool.platform, self._setup.pool
+        undo.enter(platform.on_stream(platform.capture_stream(pool.stream, None)))
+        undo.enter(platform.allocate_in(pool.memory))
+        return self._warm_up(graph)
+
     def _attempt(self, graph: graph_table.PreparedStep, *, again: bool = False) -> None:
         """Capture a graph; once more with its constants lifted where these cannot be captured, or
         where another thread has ended the capture. Segments of pieces may have run until then, and
@@ -403,10 +421,9 @@ class CaptureSession:
             # Not from here: while an error is handled it keeps the memory of its capture.
             ended = True
         except errors.PageableCopyError:
-            if graph.transaction.lifts_constants:
+            if not self._graphs.lifting.repeat():
                 raise
             graph.transaction.rollback()
-            graph.transaction.lifts_constants = True
             self._attempt(graph, again=again)
         if ended:
             graph.transaction.rollback()
@@ -464,15 +481,13 @@ class CaptureSession:
             call = partial(graph.call, **graph.arguments(fresh=True))
             return call if count is None else partial(count.run, call)
 
-        tokens, fixed = graph.descriptor.num_tokens, graph.transaction.fixed
         with context:
             if captures:
                 in_one = graph.wrapper is not None
                 outputs = state.capture(graph.mode, graph.descriptor, calls(), in_one=in_one)
             else:
-                outputs = state.run(kind, tokens, fixed, calls)
-                graph.check_written(state.inputs_written)
-            graph.outputs.axes.see(tokens, graph.reqs, outputs)
+                outputs = state.run(kind, graph.descriptor.num_tokens, graph.layout.views, calls)
+            graph.outputs.axes.see(graph.descriptor.num_tokens, graph.reqs, outputs)
 
     def _settle(self, *, more: bool, probes: bool = True) -> None:
         """Find the batch axes of the outputs, with `probes` by eager runs if need be, and prepare

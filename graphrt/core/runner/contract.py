@@ -18,14 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from itertools import repeat
-from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from graphrt.core.base import errors
 from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.batch.descriptor import Batch, BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.generators import Generators
-from graphrt.core.capture.refusals import Source
 from graphrt.core.capture.state import saved
 from graphrt.core.dispatch.reasons import Dispatch, Reason
 from graphrt.core.runner.findings import Look, TrustReport
@@ -55,13 +54,6 @@ class Step(NamedTuple):
     agreed: bool = False
 
 
-class Written(Protocol):
-    """How a run wrote an input: by which operator, at which line."""
-
-    op: str
-    source: Source | None
-
-
 class Looks:
     """One answer for each step: whether nothing has changed since the capture."""
 
@@ -75,18 +67,15 @@ class RunWatch:
     """Runs the forward for one capture session, and puts its state back. It knows only the state
     that the host declares, and torch's default generators of random numbers."""
 
-    inputs_written: Mapping[int, Written] = {}
-    """Inputs that the last run wrote, by address."""
-
     def __init__(self, setup: RunnerSetup) -> None:
         """Saves the state. Raises `StateTooLargeError`."""
         platform = setup.pool.platform
         self._declared = saved(setup.host.state, setup.options.state_limit(platform))
         self._generators = Generators(platform.device_type)
 
-    def run(self, kind: Hashable, tokens: int, inputs: frozenset[int], calls: Calls[T]) -> T:
+    def run(self, kind: Hashable, tokens: int, inputs: Values, calls: Calls[T]) -> T:
         """Run a forward of so many tokens eagerly, for graphs of a `kind`; None is no graph's.
-        `inputs` are the addresses of its inputs' storages."""
+        `inputs` are what it reads, in the runner's buffers."""
         return calls()()
 
     def capture(
@@ -131,7 +120,9 @@ class StepChecks:
     decided: bool | None = None
     """The ranks' vote on whether the next step is a trial; None if they have not voted."""
 
-    def __init__(self) -> None:
+    def __init__(self, tried_by: Callable[[], StepChecks] | None = None) -> None:
+        """`tried_by` makes the checks that try a step where the host asks for that alone."""
+        self.tried_by = tried_by
         self.on = False
         """Whether there is anything to ask: C and Python replay at once where not."""
         self.pending: dict[int, int | tuple[int, int]] = {}
@@ -186,6 +177,8 @@ class StepChecks:
 
     def verify(self, executor: Any, step: Step) -> tuple[Any, Exception | None]:
         """Try a step in any case; returns clones of its live outputs, and its failure or None."""
+        if self.tried_by is not None:
+            return self.tried_by().verify(executor, step)
         raise errors.VerificationError(
             "this runner has nothing that could try a step",
             expected="checks of graphrt.trust",

@@ -7,12 +7,10 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from graphrt.core.base.homes import public
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
 
 
-@public("graphrt.types")
 class TensorUse(NamedTuple):
     """One piece of memory that graphs read, beside their inputs: a whole storage, in `bytes`.
 
@@ -29,7 +27,6 @@ class TensorUse(NamedTuple):
     source: str
 
 
-@public("graphrt.types")
 class UnknownBlock(NamedTuple):
     """Memory in use, outside of graph pools, that graphs may touch and no watched run has used.
 
@@ -47,7 +44,6 @@ class UnknownBlock(NamedTuple):
         return f"{self.bytes} bytes at {self.address:#x}, in {self.nodes} nodes{name}"
 
 
-@public("graphrt.types")
 class UnknownMemory(NamedTuple):
     """All such blocks, the most used first; what `unread` nodes touch cannot be told."""
 
@@ -55,7 +51,6 @@ class UnknownMemory(NamedTuple):
     unread: int
 
 
-@public("graphrt.types")
 class Change(NamedTuple):
     """A place in Python where something else is than at the capture. Of a tensor or an object `was`
     and `now` have its type and address alone."""
@@ -68,7 +63,6 @@ class Change(NamedTuple):
         return f"{self.name} = {self.was!r}, then {self.now!r}"
 
 
-@public("graphrt.types")
 class Look(tuple[Change, ...]):
     """The changes that a look has found; empty where all is as it was at the capture."""
 
@@ -83,7 +77,6 @@ class Look(tuple[Change, ...]):
         return tuple(change.name for change in self)
 
 
-@public("graphrt.types")
 @dataclass
 class TrialRecord:
     """The findings of trials of one graph. `notes` are differences that are no failure."""
@@ -100,7 +93,6 @@ class TrialRecord:
     notes: tuple[str, ...] = ()
 
 
-@public("graphrt.types")
 @dataclass(frozen=True)
 class TrustReport:
     """What is known of whether the graphs equal their forward.

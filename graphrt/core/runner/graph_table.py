@@ -4,35 +4,32 @@ of them, with what its capture and each of its steps need."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
-
-import torch
 
 from graphrt.core.base import errors
 from graphrt.core.base._native_door import NativeReplay
-from graphrt.core.base.homes import public
 from graphrt.core.base.log import logger
 from graphrt.core.batch.context import CaptureTransaction
 from graphrt.core.batch.descriptor import BatchDescriptor, room_for_reqs
 from graphrt.core.batch.modes import GraphMode
+from graphrt.core.capture.constants import Lifting
 from graphrt.core.capture.options import Sealing
-from graphrt.core.capture.state import as_states
 from graphrt.core.capture.wrapper import GraphWrapper
 from graphrt.core.dispatch.dispatcher import GraphDispatcher
+from graphrt.core.dispatch.reasons import Dispatch
 from graphrt.core.inputs.layout import StepMoves
 from graphrt.core.plan.sizes import CaptureKey
 from graphrt.core.replay.entry import Entry
 from graphrt.core.replay.handout import LiveOutputs
 from graphrt.core.replay.pool import GraphPool
-from graphrt.core.runner.contract import StepChecks, Written
+from graphrt.core.runner.contract import StepChecks
 from graphrt.core.runner.setup import RunnerSetup
 from graphrt.core.runner.weights import NamedWeights
 
 
-@public("graphrt.types")
 @dataclass(frozen=True)
 class GraphRecord:
     """What capturing one graph took."""
@@ -52,9 +49,12 @@ class GraphRecord:
     """The seconds of `capture_s` that its warm-ups took."""
     began_s: float = 0.0
     """When its capture began, by `time.perf_counter()`."""
+    replay_s: float | None = None
+    """Seconds of a step by this graph; None until `GraphRunner.measure` has timed it."""
+    eager_s: float | None = None
+    """Seconds of its forward, run eagerly on the same padded inputs."""
 
 
-@public("graphrt.types")
 @dataclass(frozen=True)
 class DroppedGraph:
     """A graph that did not fit on the device; its sizes run eagerly."""
@@ -85,17 +85,13 @@ class PreparedStep:
         self.call: Any = setup.run_forward if self.wrapper is None else self.wrapper
         # None too where inputs of this size are too large to be fetched.
         self.ring = None if self.wrapper is None or layout.fetch is None else setup.ring
-        # To look at every operator for constants made on the host slows a capture, and most
-        # forwards make none. So the first capture that needs it is repeated with it, and those
-        # after it do so at once.
-        last = next(reversed(graphs.begun.values()), None)
         self.transaction: CaptureTransaction = CaptureTransaction(
             # -1 is no slot: an eager run has no graph.
             -1 if mode is GraphMode.NONE else graphs.dispatcher.reserve(mode, descriptor),
             # The storages that hold the inputs at every step.
             frozenset(view.untyped_storage().data_ptr() for view in layout.views.values()),
             metadata_is_declared=setup.host.metadata is not None,
-            lifts_constants=last is not None and last.transaction.lifts_constants,
+            lifting=graphs.lifting,
             dispatcher=graphs.dispatcher,
         )
         self.outputs = LiveOutputs(
@@ -127,25 +123,6 @@ class PreparedStep:
         if fresh:
             views = {name: view.detach() for name, view in views.items()}
         return self._setup.inputs.nest(views)
-
-    def check_written(self, written: Mapping[int, Written]) -> None:
-        """Raise `RefusedOpError` if a warm-up has written an input that has no batch axis: that is
-        meant as state, and the next step's fill would overwrite it."""
-        with_rows = self._setup.inputs.declared.with_rows
-        for name, view in self.layout.views.items():
-            if name in with_rows:
-                continue
-            end = view.data_ptr() + view.nbytes
-            for use in (use for at, use in written.items() if view.data_ptr() <= at < end):
-                raise errors.RefusedOpError(
-                    f"the forward writes input {name!r}, of which it has a copy in the runner's "
-                    "buffers: what it writes is lost after the step",
-                    op=use.op,
-                    source=None if use.source is None else str(use.source),
-                    got=f"{name!r} without a batch axis, shape {tuple(view.shape)}",
-                    advice="write state, such as a KV cache, in place where the forward reaches it "
-                    "as an attribute or in a closure; write a clone() of scratch memory",
-                )
 
     def hold(self) -> None:
         """Prepare for steps that return exactly the outputs that the wrapper has captured."""
@@ -212,6 +189,7 @@ class GraphTable:
         self._records: list[GraphRecord] = []
         self.left_out: dict[int, DroppedGraph | None] = {}
         self.sealing = Sealing(setup.options)
+        self.lifting = Lifting()
         self.named = NamedWeights(setup.forward, [module.weights for module in setup.compiled])
         self.checks = checks
         self.setup = setup
@@ -237,6 +215,12 @@ class GraphTable:
     def dropped(self) -> tuple[DroppedGraph, ...]:
         """The graphs that did not fit on the device."""
         return tuple(graph for graph in self.left_out.values() if graph is not None)
+
+    def note_times(self, dispatch: Dispatch, eager_s: float, replay_s: float) -> None:
+        """Note how long a step takes by this graph, and its forward eagerly."""
+        for at, each in enumerate(self._records):
+            if (each.mode, each.descriptor) == (dispatch.mode, dispatch.descriptor):
+                self._records[at] = replace(each, eager_s=eager_s, replay_s=replay_s)
 
     @property
     def records(self) -> list[GraphRecord]:
@@ -271,16 +255,6 @@ class GraphTable:
         """The graphs of all wrappers, with `only` those of these descriptors."""
         entries = [entry for wrapper in self.owners() for entry in wrapper.entries.values()]
         return [entry for entry in entries if only is None or entry.descriptor in only]
-
-    def own_tensors(self) -> Iterator[torch.Tensor]:
-        """The inputs, the device memory of their transport, and declared state."""
-        yield from self.setup.inputs.buffers.values()
-        yield from self.setup.inputs.transport.device_memory
-        for prepared in filter(None, self.steps):
-            # On the CPU every view is a storage of its own, with another address at another size.
-            yield from prepared.layout.views.values()
-        states = as_states(self.setup.host.state)
-        yield from (state.tensor for state in states if state.tensor is not None)
 
     def check(self) -> None:
         """Raise the errors of `GraphRunner.weights_changed`, for weights and modules. From then on

@@ -9,7 +9,6 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import check_kind, check_takes, flag, items_of, refused
 from graphrt.core.batch.descriptor import Batch, BatchDescriptor
 from graphrt.core.capture.state import State
@@ -25,7 +24,6 @@ AroundCapture = Callable[[], AbstractContextManager[object]]
 """Makes the context manager that is entered once around all that one call captures."""
 
 
-@public("graphrt")
 @dataclass(frozen=True)
 class Example:
     """One step that a graph can be tried with: its inputs by name, in live shapes, and what its
@@ -48,7 +46,6 @@ Run = Callable[..., Any]
 """Runs a step of a batch, values, updates, metadata, and the graph that ranks agreed on."""
 
 
-@public("graphrt.types")
 class Ranks(Protocol):
     """Ranks that capture the same graphs, and take the same one at every step: a
     `graphrt.ranks.Agreement`."""
@@ -61,7 +58,6 @@ class Ranks(Protocol):
         """Before the `wanted` graphs are captured: raise where another rank wants others."""
 
 
-@public("graphrt")
 @dataclass(frozen=True)
 class Host:
     """What a host hooks into a runner; everything has a default.

@@ -13,7 +13,6 @@ import torch
 
 from graphrt._version import __version__
 from graphrt.core.base.files import write_whole
-from graphrt.core.base.homes import public
 from graphrt.core.base.texts import aligned, counted, listed, printable, seconds_text, size_text
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
@@ -36,7 +35,6 @@ _MOST_ROWS = 24
 the most steps."""
 
 
-@public("graphrt")
 @dataclass(frozen=True, repr=False)
 class RunnerReport:
     """A snapshot of one runner; every figure is a count, in seconds or in bytes, as named.
@@ -243,8 +241,21 @@ def report_lines(figures: Mapping[str, Any], between: Iterable[str] = ()) -> Ite
     yield from between
     if graphs:
         shown = sorted(graphs, key=lambda graph: -graph["steps"])[:_MOST_ROWS]
-        titles = "graph", "steps", "padding", "capture", "pool", "trial"
-        yield from ("", *aligned([titles, *(_row(graph) for graph in graphs if graph in shown)]))
+        titles = (
+            "graph",
+            "steps",
+            "padding",
+            "capture",
+            "pool",
+            "trial",
+            "by graph",
+            "eager",
+            "gain",
+        )
+        rows = [titles, *(_row(graph) for graph in graphs if graph in shown)]
+        if not any(graph.get("replay_s") for graph in graphs):
+            rows = [row[:-3] for row in rows]
+        yield from ("", *aligned(rows))
         if len(shown) < len(graphs):
             yield f"... and {len(graphs) - len(shown)} graphs with fewer steps"
         yield ""
@@ -263,11 +274,12 @@ def _changes(trust: Mapping[str, Any]) -> Iterator[str]:
     """Lines on how soon a change in Python is seen."""
     if not trust["glance_steps"]:
         return
-    watched, delay = trust["dicts_watched"], f"seen after {trust['glance_steps']} steps at most"
+    watched, delay = trust["dicts_watched"], f"within {trust['glance_steps']} steps"
+    changed = "A Python value changed after the capture: noticed"
     if watched:
-        yield f"Changes in Python: {watched} dicts watched; others {delay}"
+        yield f"{changed} at the next step in {watched} watched dicts, else {delay}"
     else:
-        yield f"Changes in Python: {delay}: {trust['not_watched']}"
+        yield f"{changed} {delay} ({trust['not_watched']})"
     if trust["harmless"]:
         yield f"  make no difference, and are looked at no more: {listed(trust['harmless'])}"
 
@@ -282,4 +294,15 @@ def _row(graph: Mapping[str, Any]) -> tuple[str, ...]:
         seconds_text(graph["capture_s"]),
         "" if size is None else size_text(size),
         graph["trial"],
+        *gain_of(graph),
     )
+
+
+def gain_of(graph: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Of one graph in `to_dict()`: a step by it, its forward eagerly, and the gain, as texts."""
+    by_graph, eager = graph.get("replay_s"), graph.get("eager_s")
+    if not by_graph or not eager:
+        return "", "", "not timed"
+    gain = eager / by_graph
+    text = f"{gain:.1f} times" if gain >= 1.05 else f"no gain: {seconds_text(eager)} eagerly"
+    return seconds_text(by_graph), seconds_text(eager), text

@@ -9,10 +9,12 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic
 
+import torch
 from typing_extensions import TypeVar  # in typing from Python 3.13 on
 
-from graphrt.core.base.errors import Uncopied
+from graphrt.core.base.errors import InvalidInputError, Uncopied
 from graphrt.core.base.option_values import check_kind
+from graphrt.core.batch.descriptor import Batch
 from graphrt.core.capture.refusals import NESTED_CAPTURE
 from graphrt.core.dispatch.reasons import Dispatch
 from graphrt.core.inputs.buffers import InputSlot
@@ -22,7 +24,6 @@ from graphrt.core.replay.recording import current_capture, refuse_inside_capture
 if TYPE_CHECKING:
     from typing_extensions import Self  # in typing from Python 3.11 on
 
-    from graphrt.core.batch.descriptor import Batch
     from graphrt.core.batch.modes import GraphMode
     from graphrt.core.device.platform import Platform
     from graphrt.core.dispatch.dispatcher import GraphDispatcher
@@ -64,7 +65,7 @@ class Runner(Uncopied, Generic[R]):
 
     def __call__(
         self,
-        batch: Batch | InputSlot | None = None,
+        batch: Batch | InputSlot | torch.Tensor | None = None,
         /,
         *,
         updates: Any = None,
@@ -75,9 +76,10 @@ class Runner(Uncopied, Generic[R]):
         """Run one step on its live rows; returns the live rows of the outputs.
 
         `values` are tensors in the dtypes and live shapes of `inputs`; `batch` may be left out
-        where their shapes say everything. A `slot` stands for both; values beside it take the place
-        of its own. `updates` are the host arguments of updatable tasks, `metadata` is what eager
-        parts read from the context.
+        where their shapes say everything. An input slot stands for both; values beside it take the
+        place of its own. A tensor in its place is the input of a runner that has one alone.
+        `updates` are the host arguments of updatable tasks, `metadata` is what eager parts read
+        from the context.
         `agreed` is the graph that ranks have agreed on, by its descriptor or the `Dispatch` of one
         of them: that one is replayed, or none (RANKS_DISAGREE).
 
@@ -88,10 +90,26 @@ class Runner(Uncopied, Generic[R]):
         Raises `InvalidInputError`, `InvalidBatchError`, `PoolBusyError`, what updates raise, and
         what `strict` says.
         """
-        if isinstance(batch, InputSlot):
-            values = {**batch, **values}
-            batch = batch.batch
+        if batch is not None and batch.__class__ is not Batch:
+            batch, values = self._without_batch(batch, values)
         return self._run(batch, values, updates, metadata, agreed)
+
+    def _without_batch(self, first: Any, values: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """The batch and the inputs of a step, where a slot or a tensor was given in the batch's
+        place. Raises `InvalidInputError` for a tensor that could be one of several inputs."""
+        if isinstance(first, InputSlot):
+            return first.batch, {**first, **values}
+        if not isinstance(first, torch.Tensor):
+            return first, values
+        names = [*self.inputs.declared.specs]
+        if len(names) > 1 or values or "." in names[0]:
+            raise InvalidInputError(
+                "a tensor was given without its name, and could be any of the inputs",
+                got=f"a tensor of {tuple(first.shape)} in the place of the batch",
+                expected=f"{', '.join(names)} by name",
+                advice=f"runner({', '.join(f'{name}=...' for name in names)})",
+            )
+        return None, {names[0]: first}
 
     def __repr__(self) -> str:
         return (
@@ -182,7 +200,7 @@ class Runner(Uncopied, Generic[R]):
 
     def capture_next(self) -> CaptureProgress:
         """Capture one of the graphs that are missing, between two steps; seal after the last:
-        `while runner.capture_next().left: ...`.
+        `while runner.capture_next(): ...`.
 
         They come in the order of `capture()`, the largest first. Batches are served by what there
         is, else eagerly. The first call compiles what is not compiled, the last one also tries

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -18,9 +18,9 @@ from graphrt.core.capture.wrapper import GraphWrapper, wrapper_class
 from graphrt.core.device.platform import Platform, asked_device, check_exists
 from graphrt.core.device.registry import resolve_platform
 from graphrt.core.inputs.buffers import StaticInputs
-from graphrt.core.inputs.declared import check_forward
+from graphrt.core.inputs.declared import check_forward, with_specs
 from graphrt.core.inputs.outputs import OutputAxes, OutputLayout
-from graphrt.core.inputs.spec import InputSpec
+from graphrt.core.inputs.spec import Inputs
 from graphrt.core.plan.plan import Plan, PlanArguments, check_plan_arguments
 from graphrt.core.plan.resolution import all_compiled, compiled_in
 from graphrt.core.replay.pool import GraphPool
@@ -36,7 +36,7 @@ class RunnerSetup:
         self,
         forward: Callable[..., Any],
         plan: Plan | None,
-        inputs: Mapping[str, InputSpec | Mapping[str, Any]],
+        inputs: Inputs,
         outputs: OutputAxes,
         host: Host | None,
         options: GraphOptions | None,
@@ -53,6 +53,7 @@ class RunnerSetup:
         check_plan_arguments(arguments, plan)
         announced = arguments.pop("compiled", ()) if plan is None else plan.compiled
         check_callable("forward", forward)
+        inputs = with_specs(inputs)
         # The announced modules, the forward if it is one, and its submodules; each once.
         modules = (*compiled_in(forward), *all_compiled(announced))
         compiled = list({id(module): module for module in modules}.values())

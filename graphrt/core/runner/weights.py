@@ -72,9 +72,9 @@ class NamedWeights:
 def stale(moved: Sequence[str]) -> StaleInputError:
     """The error for tensors of these names."""
     return StaleInputError(
-        "weights are not where the graphs read them",
+        "tensors were replaced after the capture, and the graphs still read the old ones",
         got=listed(moved),
-        expected="every one where it was at capture",
+        expected="the tensors of the capture, with new values in them",
         advice="write new values into the old tensors, as by copy_(), or call recapture()",
     )
 

@@ -1,18 +1,18 @@
-"""Templates, their nodes, and the executables made of them, by the CUDA driver."""
+"""The nodes of templates, and of the executables made of them, by the CUDA driver."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from itertools import pairwise
-from typing import Any
 
 from graphrt.cuda.driver.api import check, need, node_count, pointer
 
 _INVALID_VALUE = 1
 _OUT_OF_MEMORY = 2
-_AUTO_FREE = 1
-_MEMORY_NAMES = {1: "Memcpy", 2: "Memset"}  # CUgraphNodeType
+_REFUSALS = (_INVALID_VALUE, 801, 910)
+"""CUresult of parameters that an executable cannot have: invalid, not supported, not updated."""
+# CUgraphNodeType
+KERNEL, CHILD, EMPTY = 0, 4, 5
+MEMORY_NAMES = {1: "Memcpy", 2: "Memset"}
 
 
 def destroy_graph(graph: int) -> None:
@@ -20,70 +20,34 @@ def destroy_graph(graph: int) -> None:
     check("cuGraphDestroy", need().cuGraphDestroy(pointer(graph)))
 
 
-def update_executable(executable: int, graph: int) -> bool:
-    """Give `executable` the parameters of the template `graph`; False if the driver refuses.
+def set_node(executable: int, node: int, kind: int, source: int) -> bool:
+    """Give a kernel, copy or fill `node` of an executable the parameters of `source`, a node of the
+    same kind in another template; False if the driver refuses. Raises `DriverError` for a failure
+    of another kind, such as a lack of memory.
 
-    Launches that are enqueued already keep their parameters, and a refused update changes none.
+    The driver copies them: `source` may be destroyed then, and launches that are enqueued already
+    keep the parameters of before.
     """
-    info = _UpdateResult()
-    status = need().cuGraphExecUpdate_v2(pointer(executable), pointer(graph), ctypes.byref(info))
-    return bool(status == 0)
-
-
-def can_instantiate(graph: int) -> bool:
-    """Whether the driver makes an executable of a template; the one it made is destroyed."""
-    executable = ctypes.c_void_p()
-    flags = ctypes.c_ulonglong(_AUTO_FREE)  # what torch passes
-    library = need()
-    if library.cuGraphInstantiateWithFlags(ctypes.byref(executable), pointer(graph), flags):
-        return False
-    check("cuGraphExecDestroy", library.cuGraphExecDestroy(executable))
-    return True
-
-
-class NodeCalls:
-    """The driver's calls that set nodes; each returns a status, 0 for success.
-
-    Every node is set at every step. So handles are ctypes pointers already, and functions are
-    looked up once: callers call `need` first, for a context in their thread.
-    """
-
-    def __init__(self) -> None:
-        library = need()
-        self.set_kernel = library.cuGraphExecKernelNodeSetParams_v2
-        self._set_template_kernel = library.cuGraphKernelNodeSetParams_v2
-        self._set_enabled = library.cuGraphNodeSetEnabled
-        self._get_context = library.cuCtxGetCurrent
-
-    def set_memory(self, kind: int, executable: Any, node: Any, parameters: Any) -> int:
-        """Set the parameters of a copy or fill node of an executable."""
+    library, into = need(), (pointer(executable), pointer(node))
+    if kind == KERNEL:
+        name, launch = "cuGraphExecKernelNodeSetParams_v2", kernel_parameters(source)
+        status = getattr(library, name)(*into, ctypes.byref(launch))
+    else:
         context = ctypes.c_void_p()
-        check("cuCtxGetCurrent", self._get_context(ctypes.byref(context)))
-        call = getattr(need(), f"cuGraphExec{_MEMORY_NAMES[kind]}NodeSetParams")
-        return int(call(executable, node, parameters, context))
-
-    def set_enabled(self, executable: Any, node: Any, enabled: bool) -> int:
-        """Switch a node of an executable on or off, for coming launches."""
-        return int(self._set_enabled(executable, node, int(enabled)))
-
-    def set_template(self, kind: int, node: Any, parameters: Any) -> int:
-        """Set the parameters of a node of a template; its executable stays as it is."""
-        if kind not in _MEMORY_NAMES:
-            return int(self._set_template_kernel(node, parameters))
-        return int(getattr(need(), f"cuGraph{_MEMORY_NAMES[kind]}NodeSetParams")(node, parameters))
-
-    def update_whole(self, executable: int, template: int) -> bool:
-        return update_executable(executable, template)
-
-    def can_instantiate(self, template: int) -> bool:
-        return can_instantiate(template)
+        check("cuCtxGetCurrent", library.cuCtxGetCurrent(ctypes.byref(context)))
+        name = f"cuGraphExec{MEMORY_NAMES[kind]}NodeSetParams"
+        status = getattr(library, name)(*into, memory_parameters(source, kind), context)
+    if status in _REFUSALS:
+        return False
+    check(name, status)
+    return True
 
 
 def memory_parameters(node: int, kind: int) -> bytes:
     """The parameters of a copy or fill node."""
     # Large enough for either; the rest stays zero.
     parameters = (ctypes.c_char * 256)()
-    name = f"cuGraph{_MEMORY_NAMES[kind]}NodeGetParams"
+    name = f"cuGraph{MEMORY_NAMES[kind]}NodeGetParams"
     check(name, getattr(need(), name)(pointer(node), parameters))
     return parameters.raw
 
@@ -100,20 +64,6 @@ def argument_sizes(function: int) -> tuple[int, ...] | None:
             return tuple(sizes) if status == _INVALID_VALUE else None
         sizes.append(size.value)
     return None
-
-
-def arguments_of(parameters: KernelParameters, sizes: Sequence[int]) -> list[bytes]:
-    """The arguments of a kernel, copied: the driver holds them as long as the node."""
-    pointers = ctypes.cast(parameters.arguments, ctypes.POINTER(ctypes.c_void_p))
-    return [ctypes.string_at(pointers[index], size) for index, size in enumerate(sizes)]
-
-
-class _UpdateResult(ctypes.Structure):
-    _fields_ = (
-        ("result", ctypes.c_int),
-        ("error_node", ctypes.c_void_p),
-        ("error_from_node", ctypes.c_void_p),
-    )
 
 
 class KernelParameters(ctypes.Structure):
@@ -157,22 +107,6 @@ def edges(graph: int) -> list[tuple[int, int, bytes]]:
         (source or 0, target or 0, bytes(kind))
         for source, target, kind in zip(sources, targets, kinds, strict=True)
     ]
-
-
-def is_chain(nodes: Sequence[int]) -> bool:
-    """Whether each node waits for the one before it, and for nothing else."""
-    ask = need().cuGraphNodeGetDependencies_v2
-    for predecessor, node in pairwise(nodes):
-        count = ctypes.c_size_t(0)
-        check("cuGraphNodeGetDependencies", ask(pointer(node), None, None, ctypes.byref(count)))
-        if count.value != 1:
-            return False
-        dependencies, kind = (ctypes.c_void_p * 1)(), (ctypes.c_char * 8)()
-        status = ask(pointer(node), dependencies, kind, ctypes.byref(count))
-        check("cuGraphNodeGetDependencies", status)
-        if dependencies[0] != predecessor:
-            return False
-    return True
 
 
 def node_type(node: int) -> int:

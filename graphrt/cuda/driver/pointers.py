@@ -10,11 +10,14 @@ which encode them, and in `__device__` variables.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from graphrt.core.device.contract import GraphPointers
 from graphrt.cuda.driver.api import DriverError, check, need, pointer
 from graphrt.cuda.driver.nodes import (
+    CHILD,
+    KERNEL,
+    MEMORY_NAMES,
     KernelParameters,
     argument_sizes,
     function_of,
@@ -24,11 +27,10 @@ from graphrt.cuda.driver.nodes import (
     nodes_of,
 )
 
-_KERNEL, _MEMCPY, _MEMSET, _CHILD = 0, 1, 2, 4  # CUgraphNodeType
 _TOUCH_NOTHING = frozenset({5, 6, 7, 8, 9, 10, 11})
 """Nodes that only order others, and those that allocate and free memory of the graph's own."""
 _WORD = 8
-_LEAST, _MOST = 1 << 20, 1 << 57
+LEAST_ADDRESS, _MOST = 1 << 20, 1 << 57
 """Smaller numbers are lengths and strides, larger ones are no addresses of any machine."""
 _END, _BUFFER, _BUFFER_SIZE = 0, 1, 2  # CU_LAUNCH_PARAM_*
 
@@ -40,7 +42,7 @@ def pointers_of(graph: int) -> GraphPointers:
     and writes of memory), and kernels where the driver does not tell the sizes of arguments, as
     before CUDA 12.4. Raises `DriverError` if it does not list the nodes of `graph`.
     """
-    scan = _Scan()
+    scan = WordScan()
     arguments: list[tuple[int, ...]] = []
     unread = 0
     pending = nodes_of(graph)
@@ -48,7 +50,7 @@ def pointers_of(graph: int) -> GraphPointers:
         node = pending.pop()
         try:
             kind = node_type(node)
-            if kind == _CHILD:
+            if kind == CHILD:
                 pending += nodes_of(_child(node))
                 continue
             words = scan.words(node, kind)
@@ -56,29 +58,29 @@ def pointers_of(graph: int) -> GraphPointers:
             words = None
         if words is None:
             unread += 1
-        elif words:
-            arguments.append(words)
+        elif plausible := tuple([word for word in words if LEAST_ADDRESS <= word < _MOST]):
+            arguments.append(plausible)
     return GraphPointers(arguments, unread)
 
 
-class _Scan:
-    """Reads the words of nodes; the layout of arguments is asked for once for each function."""
+class WordScan:
+    """Reads the words of nodes, in their order; the layout of arguments is asked for once for each
+    function."""
 
     def __init__(self) -> None:
         # (function, kernel) -> layout; None where the driver does not tell it.
         self._layouts: dict[tuple[int, int], _Layout | None] = {}
 
-    def words(self, node: int, kind: int) -> tuple[int, ...] | None:
+    def words(self, node: int, kind: int) -> Sequence[int] | None:
         """The words that may be addresses; None if the driver does not tell them, or if nodes of
         this kind may touch memory in another way."""
-        if kind == _KERNEL:
+        if kind == KERNEL:
             return self._of_kernel(kernel_parameters(node))
-        if kind in (_MEMCPY, _MEMSET):
-            parameters = memory_parameters(node, kind)
-            return _plausible(memoryview(parameters).cast("Q"))
+        if kind in MEMORY_NAMES:
+            return memoryview(memory_parameters(node, kind)).cast("Q")
         return () if kind in _TOUCH_NOTHING else None
 
-    def _of_kernel(self, parameters: KernelParameters) -> tuple[int, ...] | None:
+    def _of_kernel(self, parameters: KernelParameters) -> Sequence[int] | None:
         if not parameters.arguments and parameters.extra:
             return _of_packed(parameters.extra)
         key = (parameters.function or 0, parameters.kernel or 0)
@@ -87,7 +89,7 @@ class _Scan:
         layout = self._layouts[key]
         if layout is None or (layout.count and not parameters.arguments):
             return None
-        return _plausible(layout.words(parameters.arguments))
+        return layout.words(parameters.arguments)
 
 
 class _Layout:
@@ -123,7 +125,7 @@ def _layout_of(parameters: KernelParameters) -> _Layout | None:
     return None if sizes is None else _Layout(sizes)
 
 
-def _of_packed(extra: int) -> tuple[int, ...] | None:
+def _of_packed(extra: int) -> Sequence[int] | None:
     """The words of arguments that were handed over as one buffer; None without its size."""
     buffer = size = 0
     while (key := _word_at(extra)) != _END:
@@ -137,15 +139,11 @@ def _of_packed(extra: int) -> tuple[int, ...] | None:
         extra += 2 * _WORD
     if not buffer:
         return None
-    return _plausible((ctypes.c_uint64 * (size // _WORD)).from_address(buffer))
+    return (ctypes.c_uint64 * (size // _WORD)).from_address(buffer)[:]
 
 
 def _word_at(address: int) -> int:
     return ctypes.c_uint64.from_address(address).value
-
-
-def _plausible(words: Iterable[int]) -> tuple[int, ...]:
-    return tuple([word for word in words if _LEAST <= word < _MOST])
 
 
 def _child(node: int) -> int:

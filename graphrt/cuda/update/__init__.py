@@ -1,1 +1,1 @@
-"""New host arguments for the tasks of captured graphs, given to their executables."""
+"""New host arguments for the tasks of captured graphs, written to their kernels."""

@@ -8,17 +8,14 @@ allocator, so two parts of one block are not told apart.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 from graphrt.cuda.driver.api import allocation_of
-from graphrt.cuda.update.images import Image, Images
+from graphrt.cuda.driver.pointers import LEAST_ADDRESS
 
 Range = tuple[int, int]
-
-_LEAST_ADDRESS = 1 << 20
-"""Smaller numbers are lengths and strides, which need not be looked up."""
 
 
 class Homes:
@@ -33,13 +30,11 @@ class Homes:
         # Captured address -> the memory that it belongs to; None if it is no device memory.
         self._homes: dict[int, Range | None] = {}
 
-    def stranger(self, base: Image, image: Image) -> int | None:
-        """An address in `image` of a tensor that `base`, which was captured, did not touch."""
-        if image.sizes != base.sizes or image.data == base.data:
-            return None
-        before, now = (memoryview(each.data).cast("Q") for each in (base, image))
-        for old, new in zip(before, now, strict=True):
-            if old != new and min(old, new) >= _LEAST_ADDRESS and self._strange(old, new):
+    def stranger(self, captured: Sequence[int], words: Sequence[int]) -> int | None:
+        """An address among the `words` of a node, of a tensor that it did not touch when it was
+        `captured` with as many words."""
+        for old, new in zip(captured, words, strict=True):
+            if old != new and min(old, new) >= LEAST_ADDRESS and self._strange(old, new):
                 return new
         return None
 
@@ -58,15 +53,6 @@ class Homes:
             if start <= address < end:
                 return start, end
         return self._block_of(address)
-
-
-def strange_address(homes: Homes, bases: Images, images: Images) -> int | None:
-    """The first address of a stranger among the nodes of a task."""
-    for base, image in zip(bases, images, strict=True):
-        address = homes.stranger(base, image)
-        if address is not None:
-            return address
-    return None
 
 
 def ranges_of(tensors: Iterable[torch.Tensor]) -> list[Range]:

@@ -6,6 +6,9 @@
 
 from __future__ import annotations
 
+from graphrt._homes import at_home
 from graphrt.hosts.transformers.entry import graphs_of, with_graphs, without_graphs
 
 __all__ = ["graphs_of", "with_graphs", "without_graphs"]
+
+at_home(__name__, *map(globals().__getitem__, __all__))

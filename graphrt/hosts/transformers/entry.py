@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from graphrt.compile.options import CompileOptions
-from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import count_of, items_of, shown
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.plan.sizes import check_sizes, positive
@@ -20,11 +19,9 @@ if TYPE_CHECKING:
 
 Model = TypeVar("Model")
 
-_HOME = "graphrt.hosts.transformers"
 _ATTRIBUTE = "_graphrt_graphs"
 
 
-@public(_HOME)
 def with_graphs(
     model: Model,
     *,
@@ -118,7 +115,6 @@ def _graphs_for(
     )
 
 
-@public(_HOME)
 def without_graphs(model: Model) -> Model:
     """Give a model its own methods back, and the memory of its graphs to the device."""
     graphs = _target(model).__dict__.pop(_ATTRIBUTE, None)
@@ -127,7 +123,6 @@ def without_graphs(model: Model) -> Model:
     return model
 
 
-@public(_HOME)
 def graphs_of(model: Any) -> Any:
     """The graphs of a model that `with_graphs` was called with, `ModelGraphs` or `EncoderGraphs`;
     raises `InvalidOptionError` for any other."""

@@ -1,4 +1,4 @@
-"""The parts of a page: tables whose cells may hold bars, tiles of figures, findings, time lines.
+"""The parts of a page: tables whose cells may hold bars, tiles of figures, findings.
 
 A chart is a table: its numbers can be read, sorted and heard, and it fits a narrow screen. All text
 is escaped here, as names and failures come from the host.
@@ -126,21 +126,3 @@ def findings(found: Sequence[Finding]) -> str:
         for one in found
     )
     return f'<ul class="findings">{each}</ul>'
-
-
-def time_line(label: str, slices: Sequence[tuple[float, float, str, str]], end: float) -> str:
-    """Slices (begin, length, class, in words) of a time line that ends at `end`; those that are
-    narrower than a pixel are drawn as one, so that a long run makes no large page."""
-    pixel, last, rects = end / 1000 or 1.0, -1.0, []
-    for begin, length, css, words in slices:
-        if begin + length < last + pixel:
-            continue
-        last = begin + length
-        rects.append(
-            f'<rect class="{escaped(css)}" x="{begin / pixel:.2f}" y="2" height="18" '
-            f'width="{max(length / pixel, 1.0):.2f}"><title>{escaped(words)}</title></rect>'
-        )
-    return (
-        f'<svg class="time" viewBox="0 0 1000 22" preserveAspectRatio="none" role="img" '
-        f'aria-label="{escaped(label)}">{"".join(rects)}</svg>'
-    )

@@ -71,8 +71,6 @@ button.sort::after { content: " \\2195"; opacity: .6; }
 th[aria-sort=ascending] button.sort::after { content: " \\2191"; opacity: 1; }
 th[aria-sort=descending] button.sort::after { content: " \\2193"; opacity: 1; }
 :focus-visible { outline: 2px solid var(--accent); outline-offset: 2px; }
-svg.time { width: 100%; height: 22px; background: var(--empty); border-radius: 3px;
-  display: block; }
 svg .live { fill: var(--live); } svg .eager { fill: var(--eager); } svg .warm { fill: var(--warm); }
 svg .pad { fill: var(--pad); }
 details { margin: 16px 0; } summary { cursor: pointer; font-weight: 600; }

@@ -2,7 +2,7 @@
 
 Top down: what deserves a look, with what to try; the figures that count most; each graph by
 replays, padding, seconds and bytes; steps by reason; padding over batch size; where capture time
-went; the timeline, if the run was traced; the memory that graphs read.
+went; the memory that graphs read. Perfetto has the timeline of a traced run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from graphrt.observe.pages.parts import (
     keys,
     table,
     tiles,
-    time_line,
 )
 from graphrt.observe.pages.style import POLICY, SCRIPT, STYLE
 
@@ -91,7 +90,6 @@ def _run(run: Run, key: str, *, alone: bool) -> Iterator[str]:
         ("Steps by reason", _reasons),
         ("Padding over batch size", _padding),
         ("Where capture time went", _captures),
-        ("Timeline", _timeline),
         ("Memory that graphs read", _reads),
     )
     for title, make in sections:
@@ -307,35 +305,6 @@ def _captures(run: Run) -> str:
     heads = [("Graph", ""), ("", "wide"), ("Warm-up", "n"), ("Capture", "n"), ("Share", "n")]
     legend = keys(("warm", "warm-up"), ("live", "capture"))
     return legend + table("Where capture time went", heads, rows)
-
-
-def _timeline(run: Run) -> str:
-    slices = [event for event in run.events if event.get("ph") == "X"]
-    if not slices:
-        return ""
-    names = {
-        event["tid"]: event["args"]["name"]
-        for event in run.events
-        if event.get("name") == "thread_name"
-    }
-    end = max(event["ts"] + event["dur"] for event in slices) or 1.0
-    parts = [f'<p class="soft">{seconds_text(end * 1e-6)} in all; Perfetto opens the file.</p>']
-    for tid, name in names.items():
-        track = sorted(
-            (event for event in slices if event["tid"] == tid and name != "findings"),
-            key=lambda event: event["ts"],
-        )
-        if not track:
-            continue
-        css = {"eager steps": "eager", "captures and trials": "warm"}.get(name, "live")
-        drawn = [(event["ts"], event["dur"], css, _words(event)) for event in track]
-        label = f"{name}: {counted(len(track), 'slice')}"
-        parts.append(f"<p>{escaped(label)}</p>{time_line(label, drawn, end)}")
-    return "".join(parts)
-
-
-def _words(event: Figures) -> str:
-    return f"{event['name']}, {seconds_text(event['dur'] * 1e-6)}"
 
 
 def _reads(run: Run) -> str:

@@ -95,6 +95,6 @@ def is_library_class(of: type) -> bool:
 def is_machinery(module: str) -> bool:
     """Whether objects of a library's module are no state of a model: streams, files, loggers. What
     changes in them at each step would cost trials."""
-    # Private modules of torch are its compiler, its modes and what is written in C.
-    is_private = module.startswith("torch.") and "._" in module
-    return is_private or f"{module}.".startswith(("graphrt.", *_NO_STATE))
+    # Private packages of torch are its compiler, its operators, its modes and what is in C; others
+    # in public ones, such as `torch.utils._pytree`, hold data.
+    return f"{module}.".startswith(("graphrt.", "torch._", *_NO_STATE))

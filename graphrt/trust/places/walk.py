@@ -102,9 +102,9 @@ _KIND_OF_BASE: tuple[tuple[type, Kind], ...] = (
     (enum.EnumMeta, Kind.SKIPPED),
     (enum.Enum, Kind.PLAIN),
     (type, Kind.CLASS),
-    # Its tensors are in C. In Python it leads to the module that it was made of, which keeps the
-    # old weight when the scripted one is given another.
-    (torch.jit.ScriptModule, Kind.SKIPPED),
+    # Its tensors are in C: another one in its place is a change. In Python it leads to the module
+    # that it was made of, which keeps the old weight when the scripted one is given another.
+    (torch.jit.ScriptModule, Kind.PACKED),
     (torch.nn.Module, Kind.MODULE),
     (functools.partial, Kind.PARTIAL),
     (types.ModuleType, Kind.IMPORTED),

@@ -24,8 +24,8 @@ import torch
 
 from graphrt.core.base import tree
 from graphrt.core.base.thread_mode import unseen
-from graphrt.core.capture.operators import Rows
 from graphrt.trust.compare import difference, rounding_of
+from graphrt.trust.watching.rows import Rows
 from graphrt.trust.watching.writes import Region, SavedWrites
 
 _NO_PADS: Mapping[str, int] = MappingProxyType({})

@@ -23,12 +23,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from graphrt.core.base import tree
 from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base.thread_mode import ThreadMode, unseen
-from graphrt.core.capture.generators import Generators
 from graphrt.core.capture.guard import in_eager_part
-from graphrt.core.capture.operators import LIFT_FRESH, OperatorFacts, facts_of, in_bounds, written
+from graphrt.core.capture.operators import LIFT_FRESH, OperatorFacts, facts_of, written
 from graphrt.core.capture.refusals import Source, user_source
 from graphrt.core.replay.recording import active, in_task, issued
+from graphrt.trust.generators import WatchedGenerators
 from graphrt.trust.places.slots import same_value
+from graphrt.trust.watching.rows import in_bounds, may_draw, overwrites
 from graphrt.trust.watching.writes import Extent, SavedWrites, extent_of
 
 T = TypeVar("T")
@@ -153,7 +154,7 @@ class Watch(ThreadMode):
         inputs: frozenset[int] = frozenset(),
         saves: SavedWrites | None = None,
         follows: Trace | None = None,
-        generators: Generators | None = None,
+        generators: WatchedGenerators | None = None,
         *,
         compared: bool = True,
         keeps_sources: bool = False,
@@ -198,7 +199,7 @@ class Watch(ThreadMode):
         facts, is_data = facts_of(func), func is LIFT_FRESH
         source = user_source() if is_data or self._keeps_sources else None
         op = Op(func, (), source, in_eager_part.get() is not None)
-        if facts.may_draw:
+        if may_draw(func):
             self._note_drawn((*args, *kwargs.values()))
         targets = [*written(facts, args, kwargs)] if facts.writes else []
         if targets:
@@ -211,7 +212,10 @@ class Watch(ThreadMode):
         elif self.is_compared:
             from_inputs = self._use(op, facts, values, targets)
         else:
-            self._note_outside(values)
+            # From outside, if no operator has made it.
+            for _, key, _ in tree.placed(values, parts=True):
+                if key is not None:
+                    self._memory.setdefault(key, None)
         if self._follows is not None:
             self._follow(op, args, self._follows)
         self.trace.append(op)
@@ -223,12 +227,6 @@ class Watch(ThreadMode):
         if not facts.makes_no_memory:
             self._note_made(op, result, from_inputs)
         return result
-
-    def _note_outside(self, values: Sequence[Any]) -> None:
-        """Note that arguments of an operator are from outside, if no operator has made them."""
-        for _, key, _ in tree.placed(values, parts=True):
-            if key is not None:
-                self._memory.setdefault(key, None)
 
     def _note_written(self, targets: list[torch.Tensor], from_inputs: bool) -> None:
         """Note that an operator has written its `targets`, with values computed `from_inputs`."""
@@ -332,7 +330,7 @@ class Watch(ThreadMode):
         """Note which memory an operator uses of its arguments, `values`, of which it writes
         `targets`, and describe these in `op`. Returns whether any was computed from the inputs."""
         operands, memory = tree.placed(values), self._memory
-        overwritten = _overwritten(targets, operands) if facts.overwrites else ()
+        overwritten = _overwritten(targets, operands) if overwrites(op.func) else ()
         tensors: dict[int, Operand] = {}
         from_inputs = False
         # What it fills is noted last: `copy_` of a tensor's own memory reads that first.

@@ -18,9 +18,10 @@ from graphrt.core.base.texts import listed
 from graphrt.core.base.thread_mode import WATCH_KEY, unseen, watch_key
 from graphrt.core.base.torch_names import include_key
 from graphrt.core.capture import operators
-from graphrt.core.capture.operators import WHOLE, Index, OperatorFacts, Rows, facts_of
+from graphrt.core.capture.operators import OperatorFacts, facts_of
 from graphrt.core.capture.state import too_large
 from graphrt.trust.compare import difference
+from graphrt.trust.watching.rows import ROWS, WHOLE, Index, Rows, indices_of
 
 T = TypeVar("T")
 
@@ -40,8 +41,9 @@ def extent_of(part: torch.Tensor) -> Extent:
     """Where a tensor is in its storage."""
     if part.is_nested:
         return 0, part.untyped_storage().nbytes(), True, id(part)
-    dims = zip(part.shape, part.stride(), strict=True)
-    length = 1 + sum((int(size) - 1) * int(stride) for size, stride in dims)
+    length = 1
+    for size, stride in zip(part.shape, part.stride(), strict=True):
+        length += (int(size) - 1) * int(stride)
     bytes_each = part.element_size()
     start = int(part.storage_offset()) * bytes_each
     form = tuple(part.shape), part.stride(), part.dtype
@@ -192,7 +194,7 @@ class SavedWrites:
         saved = self._saved.setdefault((key, *place, tensor.size(), tensor.stride()), [])
         if tensor.numel() == 0 or WHOLE.at in saved or key in self._left_out:
             return
-        rows_of = facts.rows if facts.rows and tensor is args[0] else None
+        rows_of = ROWS.get(facts.name) if tensor is args[0] else None
         if rows_of is not None:
             self.row_writes.add((key, facts.name))
         source = tuple(
@@ -421,8 +423,8 @@ class WriteWatch:
             if key is None or key not in self._known:
                 continue
             self.written.add(key)
-            is_shown = facts.rows is not None and (key, facts.name) in self._shown
-            if not is_shown or operators.indices_of(args) != self._tokens:
+            is_shown = facts.name in ROWS and (key, facts.name) in self._shown
+            if not is_shown or indices_of(args) != self._tokens:
                 use = f"{tensor.dtype} {tuple(tensor.shape)}"
                 self._saves.save(tensor, facts, args, use)
 

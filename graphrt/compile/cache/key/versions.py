@@ -14,13 +14,12 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 from types import FunctionType
-from typing import Any
 
 import torch
 
 from graphrt.compile.cache.key.sources import PACKAGES, code_digest
 from graphrt.compile.private_torch.inductor import custom_passes, portable_settings
-from graphrt.core.replay.entry import settings_now
+from graphrt.core.base.settings import settings
 
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
@@ -113,15 +112,10 @@ def cpu_features() -> str:
 
 def ambient_state(device_type: str) -> dict[str, object]:
     """The settings of torch around a trace; for a CPU the number of threads, which its code has."""
-    deterministic: Any = torch.utils.deterministic
-    settings = {name: _plain(value) for name, value in settings_now().items()}
-    # Not in `settings_now`. With its cache on, autocast casts a tensor once and reuses the result.
-    settings["autocast cache"] = torch.is_autocast_cache_enabled()
-    settings["inference mode"] = torch.is_inference_mode_enabled()
-    settings["fill uninitialized memory"] = deterministic.fill_uninitialized_memory
+    found = {row.name: _plain(row.read()) for row in settings() if row.key}
     if device_type == "cpu":
-        settings["threads"] = torch.get_num_threads()
-    return settings
+        found["threads"] = torch.get_num_threads()
+    return found
 
 
 def compiler_settings() -> dict[str, object]:

@@ -1,0 +1,494 @@
+"""`graphed`: a module with graphs, from the inputs that it is called with.
+
+1. The specs of the inputs are those of the tensors given: dimension 0 has the rows.
+2. Two eager runs, of all rows given and of one fewer, show which dimensions of the results are
+   rows, and whether an integer input addresses memory that lasts. Then the state is put back.
+3. A `GraphRunner` captures the graphs and tries them on the given rows.
+
+Limits: a kernel that torch does not know as an operator is not seen to write.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, Literal
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from graphrt._runner import GraphRunner
+from graphrt.core.base import tree
+from graphrt.core.base._undo import note
+from graphrt.core.base.errors import (
+    InvalidInputError,
+    InvalidOptionError,
+    RowsMixedError,
+    Uncopied,
+)
+from graphrt.core.base.option_values import check_callable, check_kind, shown
+from graphrt.core.base.texts import aligned
+from graphrt.core.base.thread_mode import ThreadMode, without_gradients
+from graphrt.core.capture.operators import facts_of, written
+from graphrt.core.capture.options import GraphOptions
+from graphrt.core.device.platform import Platform
+from graphrt.core.device.registry import current_platform, installed_platforms
+from graphrt.core.inputs.declared import flat_of
+from graphrt.core.inputs.outputs import OutputLayout
+from graphrt.core.inputs.spec import InputSpec, specs_of
+from graphrt.core.runner.host import Example, Host
+from graphrt.core.runner.report import gain_of
+from graphrt.core.runner.runner import R
+
+if TYPE_CHECKING:
+    pass
+
+InputAxes = Mapping[str, "InputSpec | Sequence[int | str | None]"]
+"""Name of an input -> the axes of its first dimensions, or its whole spec."""
+
+
+class Graphed(Uncopied, Generic[R]):
+    """A callable with graphs, called like the one that it was made of: see `graphed`. Its `runner`
+    has the rest: reports, `recapture()`, `close()`."""
+
+    def __init__(self, runner: GraphRunner[R], names: tuple[str, ...]) -> None:
+        self.runner = runner
+        self._names = names
+
+    def __call__(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> R:
+        """Returns the model's results. Inputs are given by position or by keyword. Raises what a
+        call of the runner raises."""
+        if not args:
+            return self.runner(**kwargs)
+        if len(args) > len(self._names) or kwargs.keys() & {*self._names[: len(args)]}:
+            raise InvalidInputError(
+                "the inputs are not those that graphs were made for",
+                got=f"{len(args)} positional inputs, and {', '.join(kwargs) or 'none'} by keyword",
+                expected=", ".join(self._names),
+                advice="give each input once, in this order or by name",
+            )
+        return self.runner(**dict(zip(self._names, args, strict=False)), **kwargs)
+
+    def __repr__(self) -> str:
+        return f"Graphed({', '.join(self._names)}: {self.runner!r})"
+
+    def __str__(self) -> str:
+        """What the graphs bring: a step by each that was timed, and its forward run eagerly."""
+        graphs = self.runner.report().to_dict()["graphs"]
+        rows = [("rows", "by graph", "eager", "gain")]
+        rows += [(str(graph["tokens"]), *gain_of(graph)) for graph in graphs]
+        return "\n".join([f"{self!r}", *aligned(rows)])
+
+
+def graphed(
+    model: Callable[..., R],
+    inputs: torch.Tensor | Sequence[Any] | Mapping[str, Any],
+    sizes: Sequence[int] | None = None,
+    *,
+    axes: InputAxes | None = None,
+    outputs: Literal["clone", "pool"] = "clone",
+    options: GraphOptions | None = None,
+    platform: Platform | str | None = None,
+) -> Graphed[R]:
+    """Capture `model` for batches of up to the largest of `sizes` rows, and try its graphs.
+
+    `inputs` are tensors that the model can be called with: one, a tuple of positional ones, or a
+    mapping of names. Dimension 0 of each has the rows if all agree on its length and it is above 1;
+    else `axes` names the dimensions (`axes={"mask": ("rows", None)}`; None keeps its size), or has
+    the whole `InputSpec`. `sizes` are the numbers of rows that get a graph, by default the powers
+    of two up to the rows given. A larger batch runs eagerly. Results are copies, which the caller
+    may keep; with `outputs="pool"` they are readable until the next call. `options` and `platform`
+    are those of `GraphRunner`; by default the platform is that of the model's device.
+
+    Raises `InvalidInputError` for inputs that are no tensors or whose rows cannot be told, and for
+    an integer input that addresses a write into memory which lasts, such as a cache: how padding
+    must address it is nothing to be guessed. Raises `InvalidOptionError` for a module in training
+    mode, or with gradients on, and what `GraphRunner` and its `capture()` raise.
+    """
+    check_callable("model", model)
+    check_kind("axes", axes, Mapping)
+    check_kind("options", options, GraphOptions)
+    _refuse_training(model)
+    call = _Call(model, inputs)
+    device = _device_of(model, call.values)
+    values = {name: value.detach().to(device) for name, value in flat_of(call.values)}
+    specs = _specs_of(values, axes or {})
+    rows, example = _rows_of(values, specs)
+    runner: Callable[..., GraphRunner[R]] = partial(
+        GraphRunner,
+        call.forward,
+        inputs=_nested(call.values, specs),
+        options=(options or GraphOptions()).merged({"outputs": outputs}),
+        platform=_platform_of(device) if platform is None else platform,
+        device=device,
+        mode="FULL",
+    )
+    guessed = [name for name in specs if not isinstance((axes or {}).get(name), InputSpec)]
+    with runner(sizes=[rows]) as plain:
+        of_outputs = _try(plain, call, guessed, rows, example)
+    fast = runner(
+        sizes=_powers_up_to(rows) if sizes is None else sizes,
+        outputs=of_outputs,
+        host=Host(example=lambda batch, _: Example(example(batch.num_tokens))),
+    )
+    try:
+        fast.capture()
+        fast.measure()
+    except BaseException as error:
+        fast.close()
+        if isinstance(error, RowsMixedError):
+            note(
+                error,
+                'graphed: where another dimension has the rows, axes={"x": (None, "rows")}; '
+                "Host(mixes_rows=True) is given to a GraphRunner",
+            )
+        raise
+    return Graphed(fast, tuple(call.values))
+
+
+class _Call:
+    """What a model is called with: its inputs by name, and a forward that takes them by name."""
+
+    def __init__(self, model: Callable[..., Any], inputs: object) -> None:
+        given: tuple[Any, ...] = ()
+        named: Mapping[str, Any] = {}
+        if isinstance(inputs, Mapping):
+            named = inputs
+            wrong_names = [name for name in inputs if not isinstance(name, str)]
+            if wrong_names:
+                raise InvalidInputError(
+                    "inputs= names no arguments",
+                    got=shown(wrong_names[0]),
+                    expected="the names of the model's arguments",
+                    advice='inputs={"x": x}',
+                )
+        else:
+            given = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
+        bound, by_position = _bound(model, given, named)
+        self.values: dict[str, Any] = bound
+        self._model = model
+        # Arguments that the model takes by their place alone.
+        self._first = by_position
+        wrong = [name for name, value in flat_of(bound) if not isinstance(value, torch.Tensor)]
+        if wrong or not bound:
+            got = dict(flat_of(bound))[wrong[0]] if wrong else inputs
+            raise InvalidInputError(
+                f"input {wrong[0]!r} is no tensor" if wrong else "there are no inputs",
+                got=shown(got),
+                expected="the tensors that the model is called with",
+                advice="bind the rest: graphed(functools.partial(model, flag=True), ...)",
+            )
+
+    def forward(self, **values: Any) -> Any:
+        """Call the model, with its inputs by name."""
+        first = [values.pop(name) for name in self._first]
+        return self._model(*first, **values)
+
+
+def _bound(
+    model: Callable[..., Any], given: Sequence[Any], named: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
+    """Bind the inputs to the model's parameters. Returns them by name, in the order of the
+    signature, and the names of positional-only ones. Raises `InvalidInputError` where they do not
+    fit."""
+    call: Any = model
+    if isinstance(model, torch.nn.Module) and type(model).__call__ is torch.nn.Module.__call__:
+        call = model.forward
+    try:
+        signature = inspect.signature(call)
+    except (TypeError, ValueError):  # a builtin tells nothing
+        first = {f"input_{at}": value for at, value in enumerate(given)}
+        return {**first, **named}, [*first]
+    try:
+        arguments = signature.bind(*given, **named).arguments
+    except TypeError as error:
+        raise InvalidInputError(
+            f"the model cannot be called with these inputs: {error}",
+            got=f"{len(given)} by position, {', '.join(named) or 'none'} by name",
+            expected=f"the arguments of {getattr(call, '__qualname__', call)}{signature}",
+            advice="inputs=(x, y), or inputs={'x': x, 'y': y}, as the model is called",
+        ) from None
+    bound: dict[str, Any] = {}
+    first_names: list[str] = []
+    several = next((p for p in signature.parameters.values() if p.kind is p.VAR_POSITIONAL), None)
+    for name, value in arguments.items():
+        kind = signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_KEYWORD:
+            bound.update(value)
+            continue
+        values = value if kind is inspect.Parameter.VAR_POSITIONAL else (value,)
+        is_several = kind is inspect.Parameter.VAR_POSITIONAL
+        names = [f"{name}_{at}" for at in range(len(values))] if is_several else [name]
+        bound.update(zip(names, values, strict=True))
+        if several is not None or kind is inspect.Parameter.POSITIONAL_ONLY:
+            # In front of `*inputs` all go by their place.
+            first_names += names if kind is not inspect.Parameter.KEYWORD_ONLY else []
+    return bound, first_names
+
+
+def _refuse_training(model: Any) -> None:
+    """Raise `InvalidOptionError` for a module in training mode, or with gradients on."""
+    module = getattr(model, "func", getattr(model, "__self__", model))
+    if not isinstance(module, torch.nn.Module):
+        return
+    training = [name or type(module).__name__ for name, m in module.named_modules() if m.training]
+    if training:
+        raise InvalidOptionError(
+            "a module in training mode has no graphs: it changes with every call",
+            got=f"{training[0]}.training is True",
+            expected="a module in eval mode",
+            advice="model.eval() before graphed(model, ...)",
+        )
+    named = (name for name, weight in module.named_parameters() if weight.requires_grad)
+    trained = next(named, None) if torch.is_grad_enabled() else None
+    if trained is not None:
+        raise InvalidOptionError(
+            "results of graphs have no gradients, and the module asks for some",
+            got=f"{trained}.requires_grad is True, with gradients on",
+            expected="a module without gradients",
+            advice="model.requires_grad_(False), or graphed(model, ...) under torch.no_grad()",
+        )
+
+
+def _device_of(model: Any, values: Mapping[str, Any]) -> torch.device:
+    """The device of a module's weights; without weights that of the inputs."""
+    module = getattr(model, "func", getattr(model, "__self__", model))
+    tensors: Any = [value for _, value in flat_of(values)]
+    if isinstance(module, torch.nn.Module):
+        tensors = [*module.parameters(), *module.buffers(), *tensors]
+    device: torch.device = tensors[0].device
+    return device
+
+
+def _platform_of(device: torch.device) -> Platform | None:
+    """The platform of a device; None, the default one, where there is no other."""
+    default = current_platform()
+    if default.device_type == device.type:
+        return default
+    for found in installed_platforms():
+        platform = found.platform
+        if platform and platform.device_type == device.type and found.availability.available:
+            return platform
+    return None
+
+
+def _specs_of(values: Mapping[str, torch.Tensor], axes: InputAxes) -> dict[str, InputSpec]:
+    """The spec of each input. Raises `InvalidInputError` for axes of no input, and where the rows
+    cannot be told."""
+    unknown = [name for name in axes if name not in values]
+    if unknown:
+        raise InvalidInputError(
+            "axes= names no input",
+            got=unknown[0],
+            expected=", ".join(values),
+            advice="name an argument of the model",
+        )
+    told = {
+        name: given if isinstance(given, InputSpec) else InputSpec.of(values[name], given)
+        for name, given in axes.items()
+    }
+    others = {name: value for name, value in values.items() if name not in told}
+    return {**told, **specs_of(others, 'axes={{"{}": ("rows", None)}}')}
+
+
+def _rows_of(
+    values: Mapping[str, torch.Tensor], specs: Mapping[str, InputSpec]
+) -> tuple[int, Callable[[int], dict[str, torch.Tensor]]]:
+    """Returns the number of rows of the inputs, at least two, and a function that makes inputs of a
+    number of rows by repeating those given. Raises `InvalidInputError` for inputs of several
+    lengths, or without rows."""
+    counts: dict[str, int] = {}
+    for name, spec in specs.items():
+        axis, dim = spec.batch_axis()
+        if axis is not None and dim < values[name].dim():
+            counts[name] = values[name].shape[dim] - axis.extra
+    if len({*counts.values()}) != 1 or min(counts.values()) < 1:
+        raise InvalidInputError(
+            "the inputs do not say how many rows there are",
+            got=", ".join(f"{name}: {rows}" for name, rows in counts.items()) or "no axis of rows",
+            expected="the same number of rows, 1 or more, in every input with rows",
+            advice='axes={"name": ("rows",)} for an input with rows, (None,) for one without',
+        )
+    (given,) = {*counts.values()}
+
+    def of(rows: int) -> dict[str, torch.Tensor]:
+        made = {}
+        for name, value in values.items():
+            axis, dim = specs[name].batch_axis()
+            made[name] = value.clone()
+            if axis is not None:
+                size = value.shape[dim]
+                at = torch.arange(rows + axis.extra, device=value.device) % size
+                made[name] = value.index_select(dim, at)
+        return made
+
+    return max(given, 2), of
+
+
+def _nested(like: Mapping[str, Any], flat: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """What is flat by dotted names, in the mappings of `like`."""
+    return {
+        name: _nested(value, flat, f"{prefix}{name}.")
+        if isinstance(value, Mapping)
+        else flat[prefix + name]
+        for name, value in like.items()
+    }
+
+
+def _powers_up_to(most: int) -> list[int]:
+    return [*(1 << at for at in range(most.bit_length()) if 1 << at < most), most]
+
+
+def _try(
+    plain: GraphRunner[Any],
+    call: _Call,
+    guessed: Sequence[str],
+    rows: int,
+    example: Callable[[int], dict[str, torch.Tensor]],
+) -> Any:
+    """Run the model twice eagerly, and put its state back. Returns the axes of its results.
+    Raises `OutputError`, and `InvalidInputError` for an input whose padding must be given."""
+    layout, shapes, runs = OutputLayout(), [], []
+    watch = plain.graphs.checks.runs(plain.graphs.setup)
+
+    def run(count: int) -> None:
+        writes = _AddressedWrites(example(count), guessed)
+        runs.append(writes)
+
+        def forward() -> Any:
+            return writes.around(lambda: call.forward(**_nested(call.values, writes.inputs)))
+
+        try:
+            outputs = watch.run(None, count, writes.inputs, lambda: forward)
+        finally:
+            watch.restore()
+        layout.see(count, count, outputs)
+        shapes.append(tree.map_leaves(lambda each: torch.empty_like(each, device="meta"), outputs))
+
+    def both() -> None:
+        run(rows)
+        run(rows - 1)
+
+    without_gradients(lambda: plain._in_turn(lambda: watch.settle(both)))
+    for writes in runs:
+        writes.refuse()
+    return _axes_of(*shapes)
+
+
+def _axes_of(large: Any, small: Any) -> Any:
+    """The axes of results, where two sizes say that all are constant or rows."""
+    if isinstance(large, torch.Tensor):
+        sizes = zip(large.shape, small.shape, strict=True)
+        return tuple(size if size == fewer else "rows" for size, fewer in sizes)
+    if dataclasses.is_dataclass(large) and not isinstance(large, type):
+        large, small = vars(large), vars(small)
+    if isinstance(large, Mapping):
+        axes = {name: _axes_of(value, small[name]) for name, value in large.items()}
+        return axes if any(each is not None for each in axes.values()) else None
+    if isinstance(large, tuple | list):
+        several = tuple(map(_axes_of, large, small))
+        return several if any(each is not None for each in several) else None
+    return None
+
+
+class _AddressedWrites(ThreadMode):
+    """Sees which inputs of a run decide where memory that outlives the run is written.
+
+    An index computed from an input does. So does a mask, or a tensor with rows placed by an index,
+    in what is written over such memory as a whole: `cache.copy_(torch.where(mask, new, cache))`.
+    """
+
+    def __init__(self, inputs: Mapping[str, torch.Tensor], guessed: Iterable[str]) -> None:
+        """`guessed` are the inputs of which nobody has said how they are padded."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.inputs = dict(inputs)
+        # Storage -> the inputs that it was computed from, and those that decide where its rows are.
+        # While there is the weak reference, no other storage gets the key.
+        self._from: dict[int | None, tuple[StorageWeakRef, frozenset[str], frozenset[str]]] = {}
+        # What was written, as decided by which inputs, with which operator.
+        self._written: list[tuple[int | None, StorageWeakRef, frozenset[str], str, int]] = []
+        for name in guessed:
+            self._note(inputs[name], frozenset({name}), frozenset())
+
+    def handle(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call an operator. Note the inputs that its results come from, and those that decide where
+        it writes."""
+        facts = facts_of(func)
+        sources, placed = self._of((args, kwargs))
+        at = _INDEX_AT.get(facts.name.removesuffix("_"))
+        if at is None and facts.is_aten:
+            deciding = placed
+        else:
+            operands = args[at : at + 1] if at is not None else (args, kwargs)
+            indices = [each for each in tree.tensors(operands) if _is_whole(each)]
+            deciding, _ = self._of(indices)
+            placed |= deciding
+        targets = [*written(facts, args, kwargs)]
+        for tensor in targets if deciding else ():
+            rows = tensor.shape[args[1] if at == 2 else 0] if tensor.dim() else 1
+            self._written.append(
+                (tree.storage_key(tensor), _weak(tensor), deciding, str(func), rows)
+            )
+        result = func(*args, **kwargs)
+        if sources:
+            for tensor in (*tree.tensors(result), *targets):
+                decided = sources if tensor.dtype is torch.bool else frozenset[str]()
+                self._note(tensor, sources, placed | decided)
+        return result
+
+    def _note(self, tensor: torch.Tensor, sources: frozenset[str], placed: frozenset[str]) -> None:
+        self._from[tree.storage_key(tensor)] = _weak(tensor), sources, placed
+
+    def _of(self, values: Any) -> tuple[frozenset[str], frozenset[str]]:
+        """The inputs that tensors among `values` come from, and those that decide where their rows
+        are."""
+        keys = (tree.storage_key(each) for each in tree.tensors(values))
+        found = [self._from[key] for key in keys if key in self._from]
+        sources = frozenset[str]().union(*(each[1] for each in found))
+        return sources, frozenset[str]().union(*(each[2] for each in found))
+
+    def refuse(self) -> None:
+        """Raise `InvalidInputError` for an input that decided where memory was written that is
+        still there, and is no input."""
+        inputs = {tree.storage_key(value) for value in self.inputs.values()}
+        for key, ref, names, operator, rows in self._written:
+            if ref.expired() or key in inputs:  # type: ignore[no-untyped-call]
+                continue
+            whole = [name for name in sorted(names) if _is_whole(self.inputs[name])]
+            name = whole[0] if whole else min(names)
+            spec = f'InputSpec({self.inputs[name].dtype}, ("rows",), index=True, pad={rows - 1})'
+            raise InvalidInputError(
+                f"input {name!r} addresses a write into memory that lasts, and padding rows would "
+                "write there too",
+                got=f"no padding of {name!r}, with which {operator} writes",
+                expected="the padding with which rows write nothing live",
+                advice=f'axes={{"{name}": {spec}}}, if row {rows - 1} is nobody\'s; else make '
+                "the memory one row larger, and pad with that row"
+                if whole
+                else "pass the rows to write as an integer input, and say how it is padded: "
+                "InputSpec(..., index=True, pad=...)",
+            )
+
+
+_INDEX_AT = {
+    **dict.fromkeys(("aten::index_put", "aten::_index_put_impl", "aten::put"), 1),
+    **dict.fromkeys(
+        (
+            *("aten::index_copy", "aten::index_add", "aten::index_fill", "aten::index_reduce"),
+            *("aten::scatter", "aten::scatter_add", "aten::scatter_reduce"),
+        ),
+        2,
+    ),
+}
+"""Operator of torch, without the "_" of those that write in place -> which argument has the numbers
+of the rows to write. In front of the second there is the dimension."""
+
+
+def _weak(tensor: torch.Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex())

@@ -1,0 +1,406 @@
+"""`graphrt.graphed`: graphs of a module in two lines, and what it refuses."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import re
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import graphrt
+from graphrt import GraphRunner, InputSpec, Reason
+from graphrt.errors import InvalidInputError, InvalidOptionError, OutputError
+
+GRAPHED: Any = graphrt.graphed
+
+
+class Scaled(torch.nn.Module):
+    """Rows times a table of constant size, with a second result and a flag."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 3)
+        self.requires_grad_(False).eval()
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor, twice: bool = False) -> dict[str, Any]:
+        """Two results by name."""
+        rows = self.linear(x) * scale.sum()
+        return {"rows": rows * 2 if twice else rows, "sums": (rows.sum(-1), scale.sum())}
+
+
+class Cached(torch.nn.Module):
+    """Writes rows of a cache that an input addresses, or that a position is computed of."""
+
+    def __init__(self, rows: int = 9) -> None:
+        super().__init__()
+        self.register_buffer("cache", torch.zeros(rows, 4))
+        self.calls = torch.zeros(1)
+        self.table = torch.rand(10, 4)
+        self.eval()
+
+    def forward(self, ids: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """The rows as the cache has them."""
+        self.calls += 1
+        self.cache[slots + 0] = self.table[ids]
+        return self.cache[slots] * 2
+
+
+def linear() -> torch.nn.Module:
+    """A model of one input."""
+    return torch.nn.Linear(4, 3).eval().requires_grad_(False)
+
+
+def test_a_model_has_graphs_in_two_lines() -> None:
+    """Every number of rows is a hit, with eager's results."""
+    model = linear()
+    fast = GRAPHED(model, inputs=(torch.rand(4, 4),), sizes=[1, 2, 4])
+    for rows in range(1, 5):
+        x = torch.rand(rows, 4)
+        assert torch.allclose(fast(x), model(x), atol=1e-6)
+        assert fast.runner.last_dispatch.reason is Reason.HIT
+    assert any(each.status == "tried" for each in fast.runner.report().trust.trials)
+
+
+def test_results_are_the_callers_own() -> None:
+    """Ten results are kept, and the first still has its values."""
+    fast = GRAPHED(linear(), torch.rand(4, 4))
+    xs = [torch.rand(3, 4) for _ in range(10)]
+    kept = [fast(x) for x in xs]
+    assert torch.equal(kept[0], fast(xs[0]))
+
+
+def test_sizes_are_powers_of_two_up_to_the_rows_given() -> None:
+    """The largest is the number of rows given."""
+    fast = GRAPHED(linear(), torch.rand(6, 4))
+    assert {key[1].num_tokens for key in fast.runner.plan.keys} == {1, 2, 4, 6}
+
+
+@pytest.mark.parametrize("keywords", [False, True])
+@pytest.mark.parametrize("call", ["positional", "mixed", "keywords"])
+def test_inputs_are_given_by_position_or_by_keyword(keywords: bool, call: str) -> None:
+    """However they were given first, and are given then."""
+    model, x, scale = Scaled(), torch.rand(4, 4), torch.rand(5)
+    given: Any = {"scale": scale, "x": x} if keywords else (x, scale)
+    fast = GRAPHED(model, given, [2, 4], axes={"scale": (None,)})
+    x = x[:3]
+    got = {
+        "positional": lambda: fast(x, scale),
+        "mixed": lambda: fast(x, scale=scale),
+        "keywords": lambda: fast(scale=scale, x=x),
+    }[call]()
+    assert torch.allclose(got["rows"], model(x, scale)["rows"])
+    assert got["sums"][0].shape == (3,)
+
+
+def test_an_input_in_a_mapping_is_an_argument_that_is_a_dict() -> None:
+    """Its tensors have dotted names."""
+
+    def forward(x: torch.Tensor, more: dict[str, torch.Tensor]) -> torch.Tensor:
+        return x + more["y"]
+
+    x = torch.rand(4, 2)
+    fast = GRAPHED(forward, (x, {"y": x}))
+    assert torch.equal(fast(x[:3], {"y": x[:3]}), x[:3] * 2)
+
+
+def test_arguments_without_a_name_keep_their_place() -> None:
+    """`*tensors` are called in their order."""
+
+    def forward(first: torch.Tensor, /, *others: torch.Tensor) -> torch.Tensor:
+        return first - sum(others)
+
+    x = torch.rand(4, 2)
+    fast = GRAPHED(forward, (x, x, x))
+    assert torch.equal(fast(x[:3], x[:3], x[:3]), -x[:3])
+
+
+@pytest.mark.parametrize("sizes", [[4], [1, 4]])
+def test_rows_of_the_results_are_told_by_two_sizes(sizes: list[int]) -> None:
+    """A result with as many constant rows as the batch has is not cut."""
+    table = torch.rand(4, 2)
+
+    def forward(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x * 2, table + 1
+
+    fast = GRAPHED(forward, torch.rand(4, 2), sizes)
+    rows, whole = fast(torch.rand(3, 2))
+    assert (rows.shape, whole.shape) == ((3, 2), (4, 2))
+
+
+def test_rows_that_grow_otherwise_are_refused() -> None:
+    """Two rows for each are no axis."""
+    with pytest.raises(OutputError, match="axes"):
+        GRAPHED(lambda x: torch.cat([x, x]), torch.rand(4, 2))
+
+
+def test_the_state_is_as_before() -> None:
+    """The runs that show the results' axes, captures and trials leave no trace."""
+    model = Cached()
+    ids, slots = torch.tensor([1, 2, 3]), torch.tensor([0, 3, 5])
+    spec = InputSpec(torch.int64, ("rows",), index=True, pad=-1)
+    fast = GRAPHED(model, (ids, slots), axes={"slots": spec})
+    assert not model.calls.any() and not model.cache.any()
+    assert torch.equal(fast(ids, slots), model.table[ids] * 2)
+    assert fast.runner.last_dispatch.reason is Reason.HIT and model.calls.item() == 1
+
+
+@pytest.mark.parametrize("off", [False, True])
+def test_an_input_that_addresses_a_cache_needs_its_padding(off: bool) -> None:
+    """The advice has the spec to write, and works when followed."""
+    model, given = Cached(), (torch.tensor([1, 2, 3]), torch.tensor([0, 3, 5]))
+    options = graphrt.GraphOptions(check="off" if off else "capture")
+    with pytest.raises(InvalidInputError, match="'slots' addresses a write") as raised:
+        GRAPHED(model, given, options=options)
+    shown = re.search(r"axes=(\{.*\)\})", str(raised.value))
+    assert shown
+    axes = eval(shown[1], {"InputSpec": InputSpec, "torch": torch})
+    fast = GRAPHED(model, given, axes=axes, options=options)
+    assert torch.equal(fast(*given), model.table[given[0]] * 2)
+
+
+def placed(mask: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """The new row of each row of a cache; zeros where the mask, of (rows, slots), has none."""
+    return (mask.to(new.dtype)[:, :, None] * new[:, None]).sum(0)
+
+
+Cache, Slots, New = torch.Tensor, torch.Tensor, torch.Tensor
+WRITES: dict[str, Callable[[Cache, Slots, New], object]] = {
+    "index_copy_": lambda cache, at, new: cache.index_copy_(0, at, new),
+    "scatter_": lambda cache, at, new: cache.scatter_(0, at[:, None].expand(-1, 4), new),
+    "a copy with rows": lambda cache, at, new: cache.copy_(cache.index_copy(0, at, new)),
+    "rows added": lambda cache, at, new: cache.add_(torch.zeros(9, 4).index_add(0, at, new)),
+    "a mask": lambda cache, at, new: cache.masked_fill_(
+        (torch.arange(9)[:, None] == at).any(1, keepdim=True), 3.0
+    ),
+    "where": lambda cache, at, new: cache.copy_(
+        torch.where(
+            (torch.arange(9)[:, None] == at).any(1, keepdim=True),
+            placed(at[:, None] == torch.arange(9), new),
+            cache,
+        )
+    ),
+    "compared numbers": lambda cache, at, new: cache.add_(
+        placed((at[:, None] == torch.arange(9)).long(), new)
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WRITES)
+def test_however_an_input_decides_which_rows_are_written_its_padding_is_asked_for(way: str) -> None:
+    """The spec in the advice makes a step leave what eager leaves, but for the spare row."""
+    caches = [torch.zeros(9, 4), torch.zeros(9, 4)]
+
+    def forward(cache: torch.Tensor) -> Callable[..., torch.Tensor]:
+        def run(new: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+            WRITES[way](cache, slots, new)
+            return new * 2
+
+        return run
+
+    given = torch.rand(4, 4), torch.tensor([1, 2, 3, 4])
+    with pytest.raises(InvalidInputError, match="'slots' addresses a write") as raised:
+        GRAPHED(forward(caches[0]), given)
+    shown = re.search(r"axes=(\{.*\)\})", str(raised.value))
+    assert shown
+    axes = eval(shown[1], {"InputSpec": InputSpec, "torch": torch})
+    fast = GRAPHED(forward(caches[0]), given, axes=axes)
+    new, slots = torch.rand(3, 4), torch.tensor([0, 5, 7])
+    fast(new, slots)
+    forward(caches[1])(new, slots)
+    assert fast.runner.last_dispatch.reason is Reason.HIT
+    assert torch.equal(caches[0][:8], caches[1][:8])
+
+
+def test_rows_that_a_float_input_decides_are_refused() -> None:
+    """No float has a padding that addresses nothing."""
+    cache = torch.zeros(9, 4)
+    with pytest.raises(InvalidInputError, match="pass the rows to write as an integer input"):
+        GRAPHED(
+            lambda x, at: x + cache.index_add_(0, at.long(), x).sum() * 0,
+            (torch.rand(3, 4), torch.tensor([1.0, 2.0, 3.0])),
+        )
+
+
+def test_masks_of_attention_and_values_that_are_kept_are_not_taken_for_addresses() -> None:
+    """Positions hide scores, the slots are declared, and the last rows are kept."""
+    keys, kept = torch.zeros(9, 4), torch.zeros(4, 4)
+
+    def forward(x: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        kept[: len(x)].copy_(x * 2)
+        keys.index_copy_(0, slots, x)
+        scores = (x @ keys.T).masked_fill(torch.arange(9) > positions[:, None], -1e9)
+        keys.index_copy_(0, slots, scores.softmax(-1) @ keys)
+        return x * 2
+
+    spec = InputSpec(torch.int64, ("rows",), index=True, pad=8)
+    given = torch.rand(4, 4), torch.tensor([1, 2, 3, 4]), torch.tensor([1, 2, 3, 4])
+    fast = GRAPHED(forward, given, axes={"slots": spec})
+    assert torch.equal(fast(*given), given[0] * 2)
+
+
+def test_integers_that_address_nothing_lasting_are_padded() -> None:
+    """Ids that are looked up, and a scatter into memory of the call's own, are no cache."""
+    table = torch.rand(10, 4)
+
+    def forward(ids: torch.Tensor) -> torch.Tensor:
+        made = torch.zeros(len(ids), 10)
+        return made.scatter_(1, ids[:, None], 1.0) @ table + table[ids]
+
+    fast = GRAPHED(forward, torch.tensor([3, 1, 2]))
+    assert torch.allclose(fast(torch.tensor([7, 8])), table[[7, 8]] * 2)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "text"),
+    [
+        ((torch.rand(1, 4), torch.rand(1)), 'axes={"x": ("rows", None)}'),
+        ((torch.rand(4, 4), torch.rand(5)), 'axes={"scale": ("rows", None)}'),
+        ((torch.rand(4, 4), 3.0), "no tensor"),
+        ((torch.rand(4, 4),), "missing a required argument"),
+        ({"x": torch.rand(4, 4), "y": torch.rand(4)}, "arguments of Scaled.forward"),
+        ((), "missing a required argument"),
+    ],
+)
+def test_inputs_whose_rows_cannot_be_told_are_named(inputs: Any, text: str) -> None:
+    """And what the model cannot be called with."""
+    with pytest.raises(InvalidInputError, match=re.escape(text)):
+        GRAPHED(Scaled(), inputs)
+
+
+def test_axes_of_no_input_are_named() -> None:
+    """A misspelt name."""
+    with pytest.raises(InvalidInputError, match="names no input"):
+        GRAPHED(linear(), torch.rand(4, 4), axes={"imput": ("rows",)})
+
+
+def test_one_row_is_enough_where_its_axis_is_named() -> None:
+    """The runs take it twice."""
+    fast = GRAPHED(linear(), torch.rand(1, 4), [1, 2], axes={"input": ("rows",)})
+    assert fast(torch.rand(2, 4)).shape == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        (torch.nn.Linear(4, 3).eval(), "weight.requires_grad is True"),
+        (torch.nn.Linear(4, 3), "Linear.training is True"),
+        (functools.partial(torch.nn.Linear(4, 3)), "Linear.training is True"),
+        (torch.nn.Linear(4, 3).forward, "Linear.training is True"),
+    ],
+)
+def test_training_and_gradients_are_refused_by_name(model: Any, text: str) -> None:
+    """The error names the module, or the weight."""
+    with pytest.raises(InvalidOptionError, match=text):
+        GRAPHED(model, torch.rand(4, 4))
+
+
+def test_a_module_without_gradients_is_served_with_them_off() -> None:
+    """The caller has turned them off, so nobody waits for any."""
+    with torch.no_grad():
+        fast = GRAPHED(torch.nn.Linear(4, 3).eval(), torch.rand(4, 4))
+    assert not fast(torch.rand(2, 4)).requires_grad
+
+
+def test_inputs_given_twice_or_beyond_those_known_are_named() -> None:
+    """A call with too many inputs."""
+    fast = GRAPHED(linear(), torch.rand(4, 4))
+    x = torch.rand(4, 4)
+    for args, kwargs in [((x, x), {}), ((x,), {"input": x}), ((), {"other": x})]:
+        with pytest.raises(InvalidInputError, match=r"not those|not the declared"):
+            fast(*args, **kwargs)
+    assert fast(x).shape == (4, 3)
+
+
+def test_a_tensor_stands_for_the_spec_of_inputs_like_it() -> None:
+    """Of a runner: with a spec beside it."""
+    runner: Any = GraphRunner(
+        lambda x, more: x * more["scale"],
+        inputs={"x": torch.rand(3, 4), "more": {"scale": InputSpec(torch.float32, (4,))}},
+        sizes=[1, 2],
+        platform="cpu",
+    )
+    runner.capture()
+    scale = torch.rand(4)
+    assert torch.equal(runner(x=torch.ones(2, 4), more={"scale": scale})[1], scale)
+    with pytest.raises(InvalidInputError, match=r"InputSpec.of\(x"):
+        GraphRunner(lambda x: x, inputs={"x": torch.rand(1, 4)}, sizes=[1], platform="cpu")
+
+
+@pytest.mark.parametrize(
+    ("axes", "shape"),
+    [(("rows",), ("rows", 3, 2)), ((None, "tokens"), (4, "tokens", 2)), ((), (4, 3, 2))],
+)
+def test_a_spec_is_made_of_a_tensor_and_its_axes(axes: Any, shape: Any) -> None:
+    """Dimensions without an axis keep their size."""
+    assert InputSpec.of(torch.zeros(4, 3, 2), axes) == InputSpec(torch.float32, shape)
+
+
+@pytest.mark.parametrize("axes", ["rows", ("rows",) * 4, (1.5,), (True,)])
+def test_axes_that_are_none_of_a_tensor_are_named(axes: Any) -> None:
+    """Too many, or values that are no axis."""
+    with pytest.raises(InvalidInputError):
+        InputSpec.of(torch.zeros(4, 3, 2), axes)
+
+
+def test_a_tensor_given_first_is_the_only_input() -> None:
+    """With several inputs an error names them."""
+    one: Any = GraphRunner(
+        lambda x: x * 2, inputs={"x": torch.ones(2, 2)}, sizes=[1, 2], platform="cpu"
+    )
+    one.capture()
+    assert torch.equal(one(torch.ones(1, 2)), torch.full((1, 2), 2.0))
+    assert one.last_dispatch.reason is Reason.HIT
+    two: Any = GraphRunner(
+        lambda x, y: x + y,
+        inputs=dict.fromkeys("xy", torch.ones(2, 2)),
+        sizes=[1, 2],
+        platform="cpu",
+    )
+    for values in ({}, {"y": torch.ones(1, 2)}):
+        with pytest.raises(InvalidInputError, match="x, y by name"):
+            two(torch.ones(1, 2), **values)
+
+
+def test_captures_between_steps_end() -> None:
+    """`while runner.capture_next()` does."""
+    runner: Any = GraphRunner(
+        lambda x: x * 2, inputs={"x": torch.ones(2, 2)}, sizes=[1, 2, 3], platform="cpu"
+    )
+    planned, calls = len(runner.plan.keys), 1
+    while runner.capture_next():
+        calls += 1
+    assert calls == planned == len(runner.report().graphs)
+
+
+def test_a_deleted_one_frees_its_graphs_without_a_collection() -> None:
+    """Nor does a frame of its first runs hold them."""
+    gc.collect()
+    gc.disable()
+    try:
+        fast = GRAPHED(linear(), torch.rand(4, 4))
+        graphs = weakref.ref(fast.runner.graphs)
+        del fast
+        assert graphs() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.cuda
+def test_on_a_gpu_graphs_equal_eager_and_the_gain_is_told() -> None:
+    """The device is the model's; inputs may come from the host."""
+    model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)]).cuda()
+    model.eval().requires_grad_(False)
+    x = torch.rand(8, 64)
+    fast = GRAPHED(model, (x.cuda(),), [1, 4, 8])
+    for rows in range(1, 9):
+        assert torch.equal(fast(x[:rows].cuda()), fast(x[:rows]))
+        assert torch.allclose(fast(x[:rows]), model(x[:rows].cuda()), atol=1e-5)
+        assert fast.runner.last_dispatch.reason is Reason.HIT
+    timed = [each for each in fast.runner.report().graphs if each.replay_s]
+    assert {each.descriptor.num_tokens for each in timed} == {1, 8}
+    print(fast)
