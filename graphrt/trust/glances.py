@@ -66,9 +66,10 @@ def ring_of(reads: Sequence[Entry], others: Iterable[Entry]) -> list[Entry]:
 
 def _group_of(place: Place) -> tuple[object, ...]:
     """Equal for places of one kind, whatever the layer: by way, and by the end of the path without
-    numbers."""
+    numbers. Lengths of dicts and of lists are one kind."""
     labels = place.label, "" if place.owner is None else place.owner.label
-    return id(place.way), *("[]" if each[1:-1].isdigit() else each for each in labels)
+    way = slots.LENGTH if place.way is KEYS else place.way
+    return id(way), *("[]" if each[1:-1].isdigit() else each for each in labels)
 
 
 class Read(NamedTuple):

@@ -24,7 +24,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any
@@ -34,7 +34,7 @@ import torch
 from graphrt.core.base._native_door import NativeWatch, native_state
 from graphrt.core.base.texts import listed
 from graphrt.trust.glances import Entry, Read, glances
-from graphrt.trust.picture import Picture, is_scalar, told
+from graphrt.trust.picture import Changed, Picture, is_scalar, told
 from graphrt.trust.places import slots
 from graphrt.trust.places.slots import ITEM, KEYS, LENGTH, Place
 from graphrt.trust.places.walk import Places
@@ -43,16 +43,12 @@ _IN_DICTS = (ITEM, slots.DEFAULT, slots.ODD_ITEM, slots.CLASS_ATTRIBUTE, KEYS)
 """The ways of places in a dict or a class, of whose changes CPython can tell."""
 _STRUCTURAL = (LENGTH, KEYS, slots.PART, slots.IDS, slots.BYTES)
 """Ways of places whose values are numbers that stand for objects."""
-_NOT_GLANCED_AT = (slots.FIXED, slots.BASE, slots.BYTES, slots.IDS, slots.PART)
 
 if NativeWatch is not None:
     atexit.register(NativeWatch.over)
     if hasattr(os, "register_at_fork"):  # nothing forks on Windows
         os.register_at_fork(after_in_child=NativeWatch.over)
 
-
-Changed = tuple[Place, Any, Any]
-"""A place, its value before, and its value now."""
 
 Changes = dict[str, tuple[Any, Any]]
 """By path, the value before, and the value now; of what is not plain, a `Told`."""
@@ -154,27 +150,25 @@ class HostWatch:
     def glances(self, read: Sequence[Read], over: Iterator[bool]) -> tuple[Iterator[bool], int]:
         """`glances` at the places whose changes CPython does not tell, those of tensors that graphs
         `read` included."""
-        told_of = {} if self._native is None or self.picture is None else self.picture.keys
         # A place that is in both is one of a tensor's.
-        of_reads = self._untold(((each.place, each.held) for each in read), told_of)
-        rows: Iterable[Entry] = ()
-        if self.picture is not None:
-            aside, pairs = self.picture.aside, zip(self.picture.slots, self._last, strict=True)
-            rows = (each for each in pairs if id(each[0]) not in aside)
-        others = self._untold(rows, told_of)
+        of_reads = self._untold((each.place, each.held) for each in read)
+        picture, others = self.picture, list[Entry]()
+        if picture is not None:
+            last = dict(zip(map(id, picture.slots), self._last, strict=True))
+            others = self._untold((place, last[id(place)]) for place in picture.glanced)
         return glances(read, of_reads, others, over, told=self.watched > 0)
 
-    def _untold(self, rows: Iterable[Entry], told_of: Container[int]) -> list[Entry]:
+    def _untold(self, rows: Iterable[Entry]) -> list[Entry]:
         """Those of the places that a step has to glance at, each once."""
+        told_of = {} if self._native is None or self.picture is None else self.picture.keys
         skips, untold = bool(self._ignored or self._closed), dict[int, Entry]()
         for place, value in rows:
-            way = place.way
-            if way is slots.TUPLE_ITEM and isinstance(place.holder, Place):
+            if place.way is slots.TUPLE_ITEM and isinstance(place.holder, Place):
                 # A tuple never changes: what may change is the place that holds it.
                 place, value = place.holder, place.holder.get()
-            is_told = way in _IN_DICTS and id(place.holder) in told_of
-            is_class = way is KEYS and isinstance(place.holder, type)
-            if not (is_told or is_class or way in _NOT_GLANCED_AT) and not (
+            is_told = place.way in _IN_DICTS and id(place.holder) in told_of
+            is_class = place.way is KEYS and isinstance(place.holder, type)
+            if not (is_told or is_class or place.way in (slots.FIXED, slots.BASE)) and not (
                 skips and self._is_left_out(place)
             ):
                 untold[id(place)] = place, value

@@ -24,27 +24,21 @@ import torch
 
 from graphrt.core.base import tree
 from graphrt.core.base.option_values import told as short
-from graphrt.core.base.torch_names import global_hooks
 from graphrt.core.runner.findings import Change, Look
 from graphrt.trust.places import slots
-from graphrt.trust.places.slots import KEYS, MISSING, Place, call, same_value
-from graphrt.trust.places.walk import Kind, Places, places_of, shape_of, where_is
+from graphrt.trust.places.slots import KEYS, MISSING, Place, call
+from graphrt.trust.places.walk import Kind, Places, shape_of, where_is
 
-_TABLES = {id(way) for way in (slots.ITEM, slots.ELEMENT, slots.CLASS_ATTRIBUTE, slots.TUPLE_ITEM)}
+_TABLES = {id(way) for way in (slots.ITEM, slots.ELEMENT, slots.CLASS_ATTRIBUTE)}
 """Ways of places of which one container has many."""
-_ALL = slice(None)
-_CODE = (Kind.FUNCTION, Kind.BOUND, Kind.DESCRIPTOR, Kind.PARTIAL)
-_DEEPEST = 4
-"""Levels of a new container that are compared with those of an old one."""
-_MOST_BAKED_BYTES = 1 << 16
+_FIRST = operator.itemgetter(0)
+MOST_BAKED_BYTES = 1 << 16
 """A larger array is not compared between steps."""
-_MOST_PLACES = 200_000
-"""Where a walk for a picture of an adapter's ends: a model of experts has tens of thousands."""
 _LONGEST_TEXT = 60
 """Longer texts are told by their length: they may be prompts."""
 
-IsUnread = Callable[[Place, Any, Any], bool]
-"""Of a place, the value before and the value now: whether the change makes no difference."""
+Changed = tuple[Place, Any, Any]
+"""A place, its value before, and its value now."""
 
 # Reading ------------------------------------------------------------------------------------------
 
@@ -54,14 +48,7 @@ def _table(place: Place) -> Any:
     way, holder = place.way, place.holder
     if way is slots.CLASS_ATTRIBUTE:
         return slots.namespace_of(holder)
-    if way is slots.TUPLE_ITEM or (way is slots.ELEMENT and type(holder) is list):
-        return holder
-    return holder if way is slots.ITEM and type(holder) in (dict, OrderedDict) else None
-
-
-def _tuple_items(place: Place, get: Callable[[Any], Any]) -> Any:
-    # A TypeError where it is no tuple any more.
-    return get(tuple.__getitem__(place.get(), _ALL))  # type: ignore[call-overload]
+    return holder if type(holder) in (dict, OrderedDict, list) else None
 
 
 def getter_of(place: Place) -> Callable[[], Any]:
@@ -96,10 +83,7 @@ def _readers(groups: Iterable[Sequence[Place]]) -> list[Callable[[], Iterable[An
             readers.append(functools.partial(map, call, alone))
             alone = []
         get = operator.itemgetter(*[place.key for place in group])
-        if group[0].way is slots.TUPLE_ITEM:
-            readers.append(functools.partial(_tuple_items, table, get))
-        else:
-            readers.append(functools.partial(get, table))
+        readers.append(functools.partial(get, table))
     return [*readers, functools.partial(map, call, alone)]
 
 
@@ -128,6 +112,11 @@ class Reading:
             # Some place is gone.
             return [place.get() for place in self.slots]
 
+    def are_same(self, was: Sequence[Any], now: Sequence[Any]) -> bool:
+        """Whether each place has the same object, or what is made anew is equal."""
+        kept = self._kept
+        return all(map(is_, islice(was, kept), now)) and was[kept:] == now[kept:]
+
     def moved_slots(self, was: Sequence[Any], now: Sequence[Any]) -> list[int]:
         """The indices of the places whose value has changed."""
         return [
@@ -143,39 +132,30 @@ class Picture(Reading):
     keys dicts and classes have, the contents of small arrays, and where tensors are."""
 
     def __init__(self, places: Places) -> None:
-        large = [place for place, each in places.arrays if each.nbytes > _MOST_BAKED_BYTES]
-        self.unread = places.unread or "".join(
-            f"{each.path} is a large array" for each in large[:1]
-        )
-        """An object that could change without a sign; empty if there is none."""
-        self.aside = {*map(id, places.aside), *(id(place) for place, _ in places.tensors)}
-        """ids of places that no code names, and of those of tensors."""
         self.keys = places.keys
         """id of a dict or class -> its place of `KEYS`."""
-        found = (*places.objects, *places.outline, *places.tensors)
-        rows = [place for place, _ in found] + places.aside + places.numbers
-        rows += [
-            Place(place, "", slots.LENGTH, held, slots.base_of(held))
+        lengths = {
+            id(held): Place(place, "", slots.LENGTH, held, slots.base_of(held))
             for place, held in places.containers
-            if id(held) not in places.keys
-        ]
+        }
+        # Those of containers keep their order.
+        lengths |= places.keys
+        found = map(_FIRST, (*places.objects, *places.outline))
+        self.glanced = [*found, *places.numbers, *lengths.values()]
+        """The places that steps glance at, in the order of the walk, which `ring_of` goes by."""
+        rows = [*self.glanced, *map(_FIRST, places.tensors), *places.aside]
         rows += [
             Place(place, "", slots.BYTES, array)
             for place, array in places.arrays
-            if array.nbytes <= _MOST_BAKED_BYTES
+            if array.nbytes <= MOST_BAKED_BYTES
         ]
         for place, tensor in {id(each[1]): each for each in reversed(places.tensors)}.values():
             is_bare = type(tensor) in tree.BARE and tensor.layout is torch.strided
             parts = tree.PLACEMENT if is_bare and where_is(tensor) is not None else (where_is,)
             rows += [Place(place, "", slots.PART, tensor, part) for part in parts]
-        super().__init__([*rows, *places.keys.values()])
+        super().__init__(rows)
 
-    def are_same(self, was: Sequence[Any], now: Sequence[Any]) -> bool:
-        """Whether each place has the same object, or what is made anew is equal."""
-        kept = self._kept
-        return all(map(is_, islice(was, kept), now)) and was[kept:] == now[kept:]
-
-    def changes(self, was: Sequence[Any], now: Sequence[Any]) -> Iterator[tuple[Place, Any, Any]]:
+    def changes(self, was: Sequence[Any], now: Sequence[Any]) -> Iterator[Changed]:
         """Each place whose value has changed, with both values; of a dict or class each new key.
         All new items of a container are one place, whose key is `dict`."""
         tables: dict[int, Place] = {}
@@ -189,8 +169,9 @@ class Picture(Reading):
         for place in tables.values():
             way = slots.ITEM if isinstance(place.holder, dict) else slots.CLASS_ATTRIBUTE
             for key in slots.new_keys(place):
-                label = f"{place.label}{key if type(key) is str else '(any)'}"
-                new = Place(place.owner, label, way, place.holder, key)
+                home: Any = place.owner
+                label = f"{home.label}{key if type(key) is str else '(any)'}"
+                new = Place(home.owner, label, way, place.holder, key)
                 yield place._replace(key=dict) if place.key.items else new, MISSING, new.get()
 
     def look(self) -> Look:
@@ -198,98 +179,15 @@ class Picture(Reading):
         now = self.take()
         if self.are_same(self.was, now):
             return Look()
-        return _look_of(self.changes(self.was, now))
+        return look_of(self.changes(self.was, now))
 
 
-def _look_of(changes: Iterable[tuple[Place, Any, Any]]) -> Look:
+def look_of(changes: Iterable[Changed]) -> Look:
+    """What callers are told of changes."""
     by_name: dict[str, Change] = {}
     for place, was, now in changes:
         by_name.setdefault(place.path, Change(place.path, told(was), told(now)))
     return Look(by_name.values())
-
-
-class SameModel:
-    """Whether a model is still the one of a capture, for adapters that decide by it: a picture of
-    its forward, taken again where a container was replaced by an equal one."""
-
-    def __init__(self, forward: Any, is_unread: IsUnread = lambda place, was, now: False) -> None:
-        """Changes that are `is_unread` make no difference."""
-        self._forward, self._is_unread = forward, is_unread
-        self._take()
-
-    def _take(self) -> None:
-        places = places_of(self._forward, limit=_MOST_PLACES)
-        # A trial would show whether any of it makes a difference; here all would count.
-        places.aside.clear()
-        self._picture = Picture(places)
-        self._was = self._picture.was
-
-    @property
-    def unread(self) -> str:
-        """An object that could change without a sign; empty if there is none."""
-        return self._picture.unread
-
-    def look(self) -> Look:
-        """What has changed since the picture was taken. Another container with equal contents is no
-        change."""
-        picture, was = self._picture, self._was
-        now = picture.take()
-        if picture.are_same(was, now):
-            return Look()
-        counted = [
-            each
-            for each in picture.changes(was, now)
-            if not (self._is_unread(*each) or is_in_hook(each[0]))
-            and (is_code(*each[1:]) or not is_of_all(each[0]))
-        ]
-        changes = [each for each in counted if not equal(*each[1:])]
-        if counted and not changes:
-            self._take()
-        elif not changes:
-            self._was = now
-        return _look_of(changes)
-
-
-def is_of_all(place: Place) -> bool:
-    """Whether a place is in a class or a global, where libraries keep what each call may add to: of
-    these an adapter counts code alone, and the runner below it tries the rest."""
-    at: Place | None = place
-    while at is not None:
-        is_global = at.label.startswith("global ") and at.label not in global_hooks
-        if is_global or at.way is slots.CLASS_ATTRIBUTE:
-            return True
-        at = at.owner
-    return False
-
-
-def is_in_hook(place: Place) -> bool:
-    """Whether only a hook's own code leads to a place: hooks of a model itself run around its
-    graphs, and adapters refuse those inside of it."""
-    at = place.owner
-    while at is not None and not at.label.startswith(("._forward_hooks[", "._forward_pre_hooks[")):
-        at = at.owner
-    return at is not None
-
-
-def is_code(*values: Any) -> bool:
-    """Whether one of the values is a function, or what makes a method."""
-    return any(shape_of(type(each)).kind in _CODE for each in values)
-
-
-def equal(one: Any, other: Any, depth: int = _DEEPEST) -> bool:
-    """Whether two values are the same, or containers of Python's own with equal contents."""
-    if one is other or same_value(one, other):
-        return True
-    if type(one) is not type(other) or depth == 0:
-        return False
-    if type(one) in (list, dict, tuple):
-        ours, theirs = (
-            [*each] if type(each) is not dict else [*each.keys(), *each.values()]
-            for each in (one, other)
-        )
-        pairs = zip(ours, theirs, strict=False)
-        return len(ours) == len(theirs) and all(equal(*pair, depth - 1) for pair in pairs)
-    return type(one) is set and all(map(is_scalar, one)) and bool(one == other)
 
 
 # Words --------------------------------------------------------------------------------------------

@@ -321,7 +321,7 @@ def test_threads_that_call_at_once_get_their_own_outputs(model, plain):
     assert wrong == []
 
 
-def test_a_hook_added_after_capture_is_found_by_the_next_call():
+def test_a_hook_added_after_capture_is_found_within_some_calls():
     model = with_graphs(new_model("bert"), max_batch=1, max_len=16, strict=True)
     tokens = tokens_of(1, 8)
     hook = model.encoder.layer[1].register_forward_hook(lambda module, args, output: output * 2)

@@ -12,7 +12,7 @@ from torch import nn
 
 from graphrt import GraphOptions, GraphRunner, InputSpec
 from graphrt.errors import InvalidOptionError, VerificationError
-from graphrt.trust.picture import SameModel
+from graphrt.hosts.same_model import SameModel
 
 WIDTH = 4
 TABLE = {"bias": torch.zeros(WIDTH)}

@@ -47,8 +47,8 @@ from graphrt.hosts.diffusers.arguments import (
     shapes_of,
 )
 from graphrt.hosts.diffusers.hooks import global_hook, hook_of
+from graphrt.hosts.same_model import SameModel
 from graphrt.platforms import Platform, get_platform
-from graphrt.trust.picture import SameModel
 
 _ONE = Batch(1, 1)
 """The batch of every call: a runner here has one size, that of its signature."""

@@ -1,8 +1,8 @@
 """Which changes of a model its graphs would not see, and which make no difference.
 
 A call of `generate` is long enough for a look at all that the model's forward reaches in Python
-(`graphrt.trust.picture.SameModel`): modules, config, hooks, code. The look is made at each level of
-checks, also at `check="off"`.
+(`SameModel`): modules, config, hooks, code. The look is made at each level of checks, also at
+`check="off"`.
 
 What the code of a hook reads cannot be compared: `hooks_inside` names the hooks with which a model
 is not captured.

@@ -4,7 +4,7 @@ Encoders, embedders and classifiers of texts (BERT) and pictures (ViT, CLIP's to
 `forward` is replaced: a call that graphs serve is replayed, and others go on to the model's own
 forward, with a reason in the log and in `report()`.
 
-Each call looks at the model: a change is found at once.
+A change of the model is found within some calls: each looks at a share of it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ from graphrt.errors import CaptureError, GraphRTError, ResourceExhaustedError, V
 from graphrt.hosts.transformers.buckets import Buckets, check_encoder, masks_of
 from graphrt.hosts.transformers.reports import ModelReport
 from graphrt.hosts.transformers.seam import NO_GRAPHS, Seam
+
+_LOOKED_AT = 16
+"""As many modules have about as many values as a call looks at."""
 
 _OF_MODELS = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """A model that expects a mask of other dimensions, or none, raises one of these."""
@@ -51,6 +54,7 @@ class EncoderGraphs(Seam):
         self.max_batch, self.lengths = max_batch, lengths
         self.buckets: Buckets | None = None
         self._sizes, self._options = sizes, options
+        self._shares = -(-sum(1 for _ in model.modules()) // _LOOKED_AT)
         self._names = list(inspect.signature(self._forward).parameters)
 
     def _methods(self) -> dict[str, Callable[..., Any]]:
@@ -109,7 +113,11 @@ class EncoderGraphs(Seam):
         buckets = self.buckets
         if buckets is None:
             return NO_GRAPHS, 0
-        self._look_at_model()
+        if self._captured is not None:
+            # After a change all is looked at: the next share alone may have none.
+            same = self._captured
+            look = same.look() if self._changed else same.look_at_share(self._shares)
+            self._changed = next(iter(look.names), None)
         main = call.get(self.model.main_input_name)
         reason = self._why_other_model() or _why_other_inputs(call, buckets, main)
         if reason is not None:

@@ -21,9 +21,9 @@ import torch
 from graphrt.core.base.log import logger
 from graphrt.errors import CaptureError, GraphRTError
 from graphrt.hosts.advice import advise
+from graphrt.hosts.same_model import SameModel
 from graphrt.hosts.transformers.changes import hooks_inside, is_unread
 from graphrt.hosts.transformers.reports import Counts
-from graphrt.trust.picture import SameModel
 
 NO_GRAPHS = "the model has no graphs"
 

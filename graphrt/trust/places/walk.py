@@ -447,14 +447,14 @@ class Walk:
                     continue
         if queue:
             self._unread(queue[0][1], "is one of too many values")
+        for name, hooks in global_hooks.items():
+            self._keys(Place(None, name, FIXED, hooks), hooks, items=True)
         aside = self.places.aside
         for held, names, module in self.places.named.values():
             self._keys(Place(None, f"global {module}", FIXED, held), held, names=names)
             for name in sorted(names & held.keys()):
                 if (id(held), name) not in self._looked_up:
                     aside.append(Place(None, f"global {module}{name}", slots.ITEM, held, name))
-        for name, hooks in global_hooks.items():
-            self._keys(Place(None, name, FIXED, hooks), hooks, items=True)
         aside += [place for methods in self._waiting_methods.values() for place, _ in methods]
 
     def _keys(
@@ -462,7 +462,7 @@ class Walk:
     ) -> None:
         """List a dict or class whose new keys count; their names begin with the path of `at`."""
         keys = slots.Keys((*slots.table_of(held),), names, items)
-        self.places.keys.setdefault(id(held), Place(at.owner, at.label, slots.KEYS, held, keys))
+        self.places.keys.setdefault(id(held), Place(at, "", slots.KEYS, held, keys))
 
     def _unread(self, place: Place, why: str) -> None:
         self.places.unread = self.places.unread or f"{place.path} {why}"
@@ -512,8 +512,7 @@ class Walk:
     def _attributes(self, value: Any, place: Place, shape: Shape) -> Slots:
         """An object's `__dict__`, slots and class; of a module also its parameters, buffers,
         submodules and hooks."""
-        held = {} if shape.dict_of is None else shape.dict_of(value)
-        attributes: Slots = []
+        held, attributes = self._dict(value, place, shape), Slots()
         skipped: Collection[str] = ()
         if shape.kind is Kind.MODULE:
             attributes, skipped = self._registered(held, place), _MODULE_ATTRIBUTES
@@ -529,8 +528,6 @@ class Walk:
                 self.places.numbers.append(slot)
             else:
                 attributes.append((slot, each))
-        if shape.dict_of is not None:
-            self._keys(Place(place, ".", FIXED, held), held)
         class_place = Place(place, ".__class__", slots.TYPE, value)
         for base in shape.users:
             is_own = base is type(value)
@@ -542,6 +539,14 @@ class Walk:
                 slot = Place(place, ".__dict__", slots.ATTRIBUTES, value, shape.dict_of)
                 self.places.outline.append((slot, held))
         return attributes
+
+    def _dict(self, value: Any, place: Place, shape: Shape) -> dict[str, Any]:
+        """The `__dict__` of an object."""
+        held = {} if shape.dict_of is None else shape.dict_of(value)
+        # Hosts add attributes to weights that say how these are loaded.
+        if shape.dict_of is not None and shape.kind is not Kind.TENSOR:
+            self._keys(Place(place, ".", FIXED, held), held)
+        return held
 
     def _registered(self, held: dict[str, Any], place: Place) -> Slots:
         """The parameters, buffers, submodules and hooks of a module, whose `__dict__` is `held`."""
@@ -575,7 +580,7 @@ class Walk:
         if not all(hashes_plainly(key) for key, _ in items):
             way, items = slots.ODD_ITEM, items[:_MOST_SEARCHED]
             self.places.aside.append(Place(place, "", slots.IDS, value, dict))
-        self._keys(Place(place, "", FIXED, value), value, items=True)
+        self._keys(place, value, items=True)
         entries: Slots = []
         for key, each in items:
             text = repr(key) if type(key) in _SHOWN_KEYS else f"<{name_of(type(key))}>"
@@ -647,6 +652,9 @@ class Walk:
             # A decorator of torch (`no_grad`) holds the user's function, beside torch's numbers.
             if not library or self._shapes[type(each)].kind is not Kind.PLAIN:
                 variables.append((slot, each))
+        keyword_defaults = value.__kwdefaults__ or {}
+        if keyword_defaults:
+            self._keys(Place(place, f"{separator}default ", FIXED, value), keyword_defaults)
         variables += self._attributes(value, place, shape)
         names = _names_in(code)
         if library:
@@ -662,11 +670,9 @@ class Walk:
         for index, (name, each) in enumerate(zip(with_default, defaults, strict=False)):
             slot = Place(place, f"{separator}default {name}", slots.TUPLE_ITEM, at, index)
             variables.append((slot, each))
-        keyword_defaults = value.__kwdefaults__ or {}
         if keyword_defaults:
             slot = Place(place, ".__kwdefaults__", slots.FIELD, value, _FUNCTION["__kwdefaults__"])
             self.places.code.append((slot, keyword_defaults))
-            self._keys(Place(place, f"{separator}default ", FIXED, value), keyword_defaults)
         for name, each in dict.items(keyword_defaults):
             slot = Place(place, f"{separator}default {name}", slots.ITEM, keyword_defaults, name)
             variables.append((slot, each))
@@ -793,6 +799,7 @@ class Walk:
 
     def _descriptor(self, value: Any, place: Place, shape: Shape) -> Slots:
         """The functions in a property, a static or a class method."""
+        self._dict(value, place, shape)
         held = gc.get_referents(value)
         if type(value) is functools.cached_property:
             held.append(vars(value)["func"])
@@ -802,6 +809,7 @@ class Walk:
 
     def _cached(self, value: Any, place: Place, shape: Shape) -> Slots:
         """A function with an `lru_cache`: what is in the cache now, and the function."""
+        self._dict(value, place, shape)
         held = gc.get_referents(value)
         # A cache with `maxsize=None` keeps its results in a dict, any other refers to each of them.
         held += [each for table in held if type(table) is dict for each in dict.values(table)]
