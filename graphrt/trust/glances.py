@@ -89,20 +89,15 @@ tensor it is (tensor, what gives a part of where it is, this part as it was)."""
 
 
 def glances(
-    read: Sequence[Read],
-    of_reads: Sequence[Entry],
-    others: Sequence[Entry],
-    over: Iterator[bool],
-    *,
-    told: bool,
+    read: Sequence[Read], places: Iterable[Entry], at_once: int, over: Iterator[bool]
 ) -> tuple[Iterator[bool], int]:
     """Answers without end, one for each step: whether the answer of `over` is true, the next few
-    places hold what they did, and the next tensor that graphs `read` is where it was. Also how many
-    steps it takes until all had their turn. With `told` CPython tells of changes in dicts."""
-    ring = [_glance_at(*each) for each in ring_of(of_reads, others)]
+    places, `at_once`, hold what they did, and the next tensor that graphs `read` is where it was.
+    Also how many steps it takes until all had their turn."""
+    ring = [_glance_at(*each) for each in places]
     parts = [part for each in read for part in _parts_of(each)]
     # A step glances at no place twice, and at all parts of one tensor.
-    counts = min(PLACES[told], len(ring) or 1), len(tree.PLACEMENT)
+    counts = min(at_once, len(ring) or 1), len(tree.PLACEMENT)
     rounds = max(-(-len(ring) // counts[0]), -(-len(parts) // counts[1]))
     if NativeGlances is not None:
         return NativeGlances(tuple(ring), tuple(parts), counts, MISSING, over), rounds

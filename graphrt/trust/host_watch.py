@@ -33,7 +33,7 @@ import torch
 
 from graphrt.core.base._native_door import NativeWatch, native_state
 from graphrt.core.base.texts import listed
-from graphrt.trust.glances import Entry, Read, glances
+from graphrt.trust.glances import PLACES, Entry, Read, glances, ring_of
 from graphrt.trust.picture import Changed, Picture, is_scalar, told
 from graphrt.trust.places import slots
 from graphrt.trust.places.slots import ITEM, KEYS, LENGTH, Place
@@ -63,11 +63,6 @@ class HostChanges:
     """Whether other objects are there, so that a new walk is needed."""
     places: dict[str, list[tuple[Any, Any]]] = field(default_factory=dict)
     """path -> the (holder, key) of each place that has changed there, for `ignore`"""
-
-    def note(self, path: str, was: Any, now: Any, holder: Any, key: Any) -> None:
-        """Note a change at a path, and in which place it was."""
-        self.changes[path] = was, now
-        self.places.setdefault(path, []).append((holder, key))
 
 
 class HostWatch:
@@ -156,7 +151,7 @@ class HostWatch:
         if picture is not None:
             last = dict(zip(map(id, picture.slots), self._last, strict=True))
             others = self._untold((place, last[id(place)]) for place in picture.glanced)
-        return glances(read, of_reads, others, over, told=self.watched > 0)
+        return glances(read, ring_of(of_reads, others), PLACES[self.watched > 0], over)
 
     def _untold(self, rows: Iterable[Entry]) -> list[Entry]:
         """Those of the places that a step has to glance at, each once."""
@@ -192,7 +187,8 @@ class HostWatch:
                 changes.is_structural |= place.way in _STRUCTURAL or not (
                     is_scalar(was) and is_scalar(now)
                 )
-                changes.note(place.path, told(was), told(now), place.holder, place.key)
+                changes.changes[place.path] = told(was), told(now)
+                changes.places.setdefault(place.path, []).append((place.holder, place.key))
                 # What the host changes too, as a cache that it empties, is not the forward's own.
                 self._moved.pop(_where(place.holder, place.key), None)
         self._taken = changes

@@ -75,9 +75,11 @@ def _readers(groups: Iterable[Sequence[Place]]) -> list[Callable[[], Iterable[An
     readers: list[Callable[[], Iterable[Any]]] = []
     alone: list[Callable[[], Any]] = []
     for group in groups:
-        table = _table(group[0]) if len(group) > 1 else None
-        if table is None:
-            alone += map(getter_of, group)
+        table = _table(group[0])
+        if table is None or len(group) == 1:
+            is_element = type(table) is list and group[0].way is slots.ELEMENT
+            item = functools.partial(operator.getitem, table, group[0].key)
+            alone += [item] if is_element else map(getter_of, group)
             continue
         if alone:
             readers.append(functools.partial(map, call, alone))

@@ -216,16 +216,7 @@ class RunnerChecks(Checks):
         self.note_unread(unread)
 
     def look(self) -> Look:
-        if not self.on:
-            return super().look()
-        if self.picture is None:
-            raise errors.VerificationError(
-                "look() compares with a capture",
-                got="no graphs",
-                expected="captured graphs",
-                advice="capture() first",
-            )
-        return self.picture.look()
+        return super().look() if self.picture is None else self.picture.look()
 
     def report(self, graphs: GraphTable, *, quick: bool) -> TrustReport:
         published = {graph.slot for graph in graphs.dispatcher.published}

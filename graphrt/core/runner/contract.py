@@ -214,13 +214,13 @@ class StepChecks:
         """Let all batches run eagerly; the caller raises `failure` itself."""
 
     def look(self) -> Look:
-        """What has changed in Python since the last capture. Raises `InvalidOptionError` where
-        steps are not checked."""
-        raise errors.InvalidOptionError(
-            "look() compares with what checks have noted at the capture",
-            got='check="off"',
-            expected='check="capture", or a higher level',
-            advice="GraphOptions(check=), and GRAPHRT_CHECK unset",
+        """What has changed in Python since the last capture. Raises `VerificationError` where
+        checks have noted nothing to compare with."""
+        raise errors.VerificationError(
+            "look() compares with what checks have noted at a capture",
+            got="no graphs" if self.on else 'check="off"',
+            expected='graphs, captured at check="capture" or a higher level',
+            advice="capture() first" if self.on else "GraphOptions(check=), GRAPHRT_CHECK unset",
         )
 
     def report(self, graphs: Any, *, quick: bool) -> TrustReport:

@@ -263,8 +263,8 @@ class Runner(Uncopied, Generic[R]):
         name: attributes, hooks, code, values, and tensors that are others or elsewhere. It only
         tells: what a change leads to, steps and `weights_changed()` decide.
 
-        Raises `InvalidOptionError` at `check="off"`, `VerificationError` before the first capture,
-        and `PoolBusyError` while a step is under way in the pool.
+        Raises `VerificationError` at `check="off"` and without graphs, and `PoolBusyError` while a
+        step is under way in the pool.
         """
         return self._in_turn(self.graphs.checks.look)
 
