@@ -42,7 +42,7 @@ class SameModel:
         large = [place.path for place, each in places.arrays if each.nbytes > MOST_BAKED_BYTES]
         self.unread = places.unread or "".join(f"{each} is a large array" for each in large[:1])
         """An object that could change without a sign; empty if there is none."""
-        self._picture = Picture(places)
+        self._picture = Picture(places, _counts)
         self._was = self._picture.was
         # id of a place -> the place, and the object there that an equal one has replaced.
         self._replaced: dict[int, tuple[Place, Any]] = {}
@@ -79,12 +79,11 @@ class SameModel:
         return look_of(self._of_replaced())
 
     def _share(self, count: int) -> None:
-        pairs = zip(self._picture.slots, self._was, strict=True)
-        counted = [each for each in pairs if _counts(*each)]
-        self._first = (Reading(place for place, value in counted if _is_first(place, value)),)
-        size = -(-len(counted) // count)
-        chunks = (counted[at : at + size] for at in range(0, len(counted), size))
-        self._shares = cycle([Reading(place for place, _ in chunk) for chunk in chunks])
+        places = self._picture.slots
+        self._first = (Reading(filter(_is_first, places)),)
+        size = -(-len(places) // count)
+        chunks = (places[at : at + size] for at in range(0, len(places), size))
+        self._shares = cycle([*map(Reading, chunks)])
 
     def _of_replaced(self) -> Iterator[Changed]:
         for place, was in self._replaced.values():
@@ -128,15 +127,17 @@ def _members(value: Any) -> dict[str, Any] | None:
 
 def _counts(place: Place, *values: Any) -> bool:
     """Whether changes of a place count for an adapter, if they are not `is_unread`."""
-    return not _is_in_hook(place) and (_is_code(*values) or not _is_of_all(place))
+    return not _is_in_hook(place) and (
+        not _is_of_all(place) or _is_code(*(values or [place.get()]))
+    )
 
 
-def _is_first(place: Place, value: Any) -> bool:
+def _is_first(place: Place) -> bool:
     """Whether each call looks at a place: in configs, of hooks of all modules, functions."""
     if place.owner is None or place.owner.label in global_hooks:
         return True
     is_read_fast = place.way in (slots.CLASS_ATTRIBUTE, slots.ITEM)
-    return place.path.startswith("model.config.") or (is_read_fast and _is_code(value))
+    return place.path.startswith("model.config.") or (is_read_fast and _is_code(place.get()))
 
 
 def _is_of_all(place: Place) -> bool:

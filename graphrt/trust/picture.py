@@ -133,7 +133,10 @@ class Picture(Reading):
     each place, plain values, the class and `__dict__` of objects, how long containers are, which
     keys dicts and classes have, the contents of small arrays, and where tensors are."""
 
-    def __init__(self, places: Places) -> None:
+    def __init__(
+        self, places: Places, counts: Callable[[Place], bool] = lambda place: True
+    ) -> None:
+        """Of the places only those that the caller `counts`."""
         self.keys = places.keys
         """id of a dict or class -> its place of `KEYS`."""
         lengths = {
@@ -155,7 +158,7 @@ class Picture(Reading):
             is_bare = type(tensor) in tree.BARE and tensor.layout is torch.strided
             parts = tree.PLACEMENT if is_bare and where_is(tensor) is not None else (where_is,)
             rows += [Place(place, "", slots.PART, tensor, part) for part in parts]
-        super().__init__(rows)
+        super().__init__(filter(counts, rows))
 
     def changes(self, was: Sequence[Any], now: Sequence[Any]) -> Iterator[Changed]:
         """Each place whose value has changed, with both values; of a dict or class each new key.
