@@ -33,7 +33,7 @@ from graphrt.core.base.errors import (
     GraphRTError,
     InvalidOptionError,
 )
-from graphrt.core.base.texts import counted, seconds_text, size_text
+from graphrt.core.base.texts import aligned, counted, size_text
 from graphrt.core.batch.descriptor import Batch
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.guard import check_break
@@ -42,6 +42,7 @@ from graphrt.core.capture.refusals import HOST_DRAW, Source
 from graphrt.core.device.platform import Platform
 from graphrt.core.inputs.spec import InputSpec
 from graphrt.core.replay.entry import EagerPart
+from graphrt.core.runner.report import GAIN_TITLES, gain_of
 
 _MOST_BREAKS = 32
 """Operators to break at, after which the search ends."""
@@ -80,6 +81,8 @@ class Explanation:
     eager_s: float = 0.0
     graph_s: float = 0.0
     """Seconds of a step eagerly, and by graphs."""
+    timed: str = ""
+    """The graph that was timed."""
     code: str = ""
     """Python that makes such a runner."""
 
@@ -103,12 +106,10 @@ class Explanation:
         lines.append(f"It writes: {_listed(self.writes) or 'nothing'}")
         if self.trial is not None:
             return "\n".join([*lines, f"But no graph stands for it yet: {self.trial}"])
-        eager, graph = seconds_text(self.eager_s), seconds_text(self.graph_s)
-        gain = self.eager_s / self.graph_s
-        gained = f"{gain:.2f} times as fast" if gain > 1 else "no gain at this size, on this device"
         lines.append("The replay equals the forward.")
-        lines.append(f"A step takes {eager} eagerly, {graph} by graphs: {gained}.")
-        return "\n".join([*lines, "", self.code])
+        times = gain_of({"replay_s": self.graph_s, "eager_s": self.eager_s})
+        table = aligned([("graph", *GAIN_TITLES), (self.timed, *times)])
+        return "\n".join([*lines, "", self.code, "", *table])
 
 
 def _listed(names: tuple[str, ...]) -> str:
@@ -232,6 +233,7 @@ def _explained(
         trial=failure,
         eager_s=eagerly,
         graph_s=by_graph,
+        timed="".join(f"{each.mode.name} [{each.descriptor}]" for each in report.graphs),
         code=_code(report.mode.name, inputs, tokens, breaks),
     )
 

@@ -16,6 +16,7 @@ from graphrt.core.batch.descriptor import BatchDescriptor, example_of
 from graphrt.core.capture.state import as_states
 from graphrt.core.dispatch.reasons import Dispatch, Reason
 from graphrt.core.inputs.buffers import reqs_of
+from graphrt.core.replay.recording import without_inner_graphs
 from graphrt.core.runner.contract import Step
 from graphrt.core.runner.executor import StepExecutor
 from graphrt.core.runner.findings import Look, TrialRecord, TrustReport, UnknownMemory
@@ -27,7 +28,7 @@ from graphrt.trust.checks import NO_INPUTS, Checks, Differing
 from graphrt.trust.reads import ReadSet
 from graphrt.trust.snapshot import StateSnapshot
 from graphrt.trust.trial import Trial
-from graphrt.trust.trials import EagerRuns, StepRuns, slots_of, without_inner_graphs
+from graphrt.trust.trials import EagerRuns, StepRuns, slots_of
 from graphrt.trust.verdict import TriedGraph, Verdict
 from graphrt.trust.warm_up import WarmedUp, WatchedState
 

@@ -151,14 +151,6 @@ def watched(
     return watch.around(forward)
 
 
-@undoing
-def without_inner_graphs(forward: Callable[[], Any], undo: Undo) -> Any:
-    """Run the forward; runners and wrappers in it run eagerly, as in a warm-up."""
-    undo.set(warming_up, True)
-    enter_under_way(undo, forward)
-    return forward()
-
-
 class _TriedParts(guards.SideDoors):
     """Runs the eager parts of a trial's run. Nothing is captured there, so what they make does not
     matter. The watch of a run that is compared with others notes what they are given."""

@@ -7,21 +7,18 @@ or the one that a step misses. `RunnerCapture` captures them, and undoes each th
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from graphrt.core.base import errors, tree
 from graphrt.core.base._undo import Undo, note, undoing
-from graphrt.core.base.option_values import check_takes
-from graphrt.core.base.texts import counted, seconds_text
 from graphrt.core.batch.context import ForwardContext
 from graphrt.core.batch.descriptor import Batch, BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
@@ -41,9 +38,6 @@ from graphrt.core.runner.streams import StreamLedger, WorkCount
 Progress = Callable[[int, int, BatchDescriptor], None]
 """Told how many graphs are done, of how many, and which one comes next (at the end: the last)."""
 
-_WIDTH = 24
-"""The characters of a progress bar: with the text behind it a line fits into a terminal."""
-
 
 @dataclass(frozen=True)
 class CaptureProgress:
@@ -58,39 +52,6 @@ class CaptureProgress:
 
     def __bool__(self) -> bool:
         return self.left > 0
-
-
-def progress_bar(stream: TextIO | None = None) -> Callable[..., None]:
-    """A callback for `graphrt.GraphRunner.capture` that rewrites one line of a terminal before each
-    graph, and ends it after the last. It takes a further text to show as fourth argument. The line
-    is written to `stream`, by default to stderr where that is a terminal."""
-    if stream is None and sys.stderr.isatty():
-        stream = sys.stderr
-    began, written = time.perf_counter(), 0
-
-    def show(done: int, total: int, descriptor: BatchDescriptor, more: str = "") -> None:
-        nonlocal written
-        if stream is None:
-            return
-        took = seconds_text(time.perf_counter() - began) + (f", {more}" if more else "")
-        line, end = f"captured {counted(total, 'graph')} in {took}", "\n"
-        if done < total:
-            bar = "#" * (_WIDTH * done // total)
-            line, end = f"[{bar:.<{_WIDTH}}] {done}/{total}, next: {descriptor}, {took}", ""
-        # Padded, so that nothing stays of a longer line before it.
-        stream.write(f"\r{line:<{written}}{end}")
-        stream.flush()
-        written = len(line)
-
-    return show
-
-
-def progress_of(progress: Progress | bool | None) -> Progress | None:
-    """The callback for `capture(progress=)`, or None. Raises `InvalidOptionError`."""
-    if progress is None or isinstance(progress, bool):
-        return progress_bar() if progress else None
-    check_takes("progress", progress, "progress(done, total, descriptor)")
-    return progress
 
 
 # Each of these three is called in a turn of the pool, and makes a new `RunnerCapture`: steps
