@@ -24,9 +24,11 @@ from graphrt.core.dispatch.reasons import Dispatch, Reason
 from graphrt.core.runner.contract import Looks, StepChecks
 from graphrt.core.runner.findings import TrialRecord
 from graphrt.core.runner.weights import stale
-from graphrt.trust.host_watch import HostChanges, Told, described_changes
+from graphrt.trust.glances import in_turn
+from graphrt.trust.host_watch import HostChanges, described_changes, is_of_tensor
+from graphrt.trust.picture import Picture, Told
 from graphrt.trust.places.slots import MISSING, Place, call, same_value
-from graphrt.trust.reads import ReadSet, each_call, in_turn, keys_at
+from graphrt.trust.reads import ReadSet, each_call, keys_at
 from graphrt.trust.verdict import PADDING_ON_LIVE_ROW, TriedGraph, Verdict
 from graphrt.trust.watching.padding import PaddingRows
 
@@ -356,6 +358,8 @@ class Checks(StepChecks):
 
     def reset(self) -> None:
         """Forget everything: there are no graphs."""
+        # All that the forward reached at the last capture.
+        self.picture: Picture | None = None
         # slot -> what is known of the graph there.
         self._graphs: dict[int, _Graph] = {}
         self.pending = {}
@@ -381,6 +385,7 @@ class Checks(StepChecks):
         if not self.on:
             return
         self.glances.begin()
+        self.picture = self.reads.host.picture
         self.padding.end(padded=False)
         left_behind = self.reads.left_behind
         if left_behind and self._graphs:
@@ -468,10 +473,10 @@ class Checks(StepChecks):
         also moves further. If a tensor that graphs read has moved, all of them go into quarantine;
         after any other change the next step of each graph is a trial."""
         reads, served = self.reads, self._served()
-        if reads.host.values is None or not served:
+        if reads.host.picture is None or not served:
             return
         try:
-            changes = reads.take()
+            changes = reads.host.take()
             if changes is not None:
                 self._note_changes(reads, served, changes, by_forward=by_forward)
         except BaseException as error:
@@ -533,9 +538,10 @@ class Checks(StepChecks):
         """Note that a trial has run the forward: its runs have made the changes since the last
         look, see `HostWatch.forget`. Its last run may have replaced a tensor that graphs read."""
         reads, served = self.reads, self._served()
-        if reads.host.forget():
+        changed = reads.host.forget()
+        if changed:
             self.glances.aim()
-        if served and not reads.are_there():
+        if served and any(map(is_of_tensor, changed)):
             self._note_changes(reads, served, HostChanges(is_structural=True), by_forward=True)
 
     def _served(self) -> list[_Graph]:

@@ -19,7 +19,7 @@ from graphrt.core.inputs.buffers import reqs_of
 from graphrt.core.replay.recording import without_inner_graphs
 from graphrt.core.runner.contract import Step
 from graphrt.core.runner.executor import StepExecutor
-from graphrt.core.runner.findings import TrialRecord, TrustReport, UnknownMemory
+from graphrt.core.runner.findings import Look, TrialRecord, TrustReport, UnknownMemory
 from graphrt.core.runner.graph_table import GraphTable
 from graphrt.core.runner.host import Example, MakeExample
 from graphrt.core.runner.setup import RunnerSetup
@@ -226,6 +226,9 @@ class RunnerChecks(Checks):
         self.reads.check(graphs.named, graphs.entries(), _own_tensors(graphs))
         self.look_at_host()
         self.note_unread(unread)
+
+    def look(self) -> Look:
+        return super().look() if self.picture is None else self.picture.look()
 
     def report(self, graphs: GraphTable, *, quick: bool) -> TrustReport:
         published = {graph.slot for graph in graphs.dispatcher.published}

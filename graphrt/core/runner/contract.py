@@ -27,7 +27,7 @@ from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.generators import Generators
 from graphrt.core.capture.state import saved
 from graphrt.core.dispatch.reasons import Dispatch, Reason
-from graphrt.core.runner.findings import TrustReport
+from graphrt.core.runner.findings import Look, TrustReport
 from graphrt.core.runner.host import MakeExample
 from graphrt.core.runner.setup import RunnerSetup
 from graphrt.core.runner.weights import NamedWeights, refuse_moved
@@ -217,6 +217,16 @@ class StepChecks:
 
     def set_aside(self, failure: Exception) -> None:
         """Let all batches run eagerly; the caller raises `failure` itself."""
+
+    def look(self) -> Look:
+        """What has changed in Python since the last capture. Raises `VerificationError` where
+        checks have noted nothing to compare with."""
+        raise errors.VerificationError(
+            "look() compares with what checks have noted at a capture",
+            got="no graphs" if self.on else 'check="off"',
+            expected='graphs, captured at check="capture" or a higher level',
+            advice="capture() first" if self.on else "GraphOptions(check=), GRAPHRT_CHECK unset",
+        )
 
     def report(self, graphs: Any, *, quick: bool) -> TrustReport:
         """What is known of whether the graphs equal their forward. A `quick` report makes no walk:

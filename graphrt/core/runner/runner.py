@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from graphrt.core.dispatch.dispatcher import GraphDispatcher
     from graphrt.core.runner.capture_session import CaptureProgress, Progress
     from graphrt.core.runner.contract import StepChecks
+    from graphrt.core.runner.findings import Look
     from graphrt.core.runner.report import RunnerReport
     from graphrt.core.runner.setup import RunnerSetup
 
@@ -259,6 +260,16 @@ class Runner(Uncopied, Generic[R]):
         in the pool.
         """
         self._in_turn(self.graphs.check)
+
+    def look(self) -> Look:
+        """What has changed since the last capture of all that the forward reaches in Python, by
+        name: attributes, hooks, code, values, and tensors that are others or elsewhere. It only
+        tells: what a change leads to, steps and `weights_changed()` decide.
+
+        Raises `VerificationError` at `check="off"` and without graphs, and `PoolBusyError` while a
+        step is under way in the pool.
+        """
+        return self._in_turn(self.graphs.checks.look)
 
     def close(self) -> None:
         """Destroy the graphs, and the pool if it is this runner's own.

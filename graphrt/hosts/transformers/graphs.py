@@ -26,7 +26,7 @@ from graphrt.core.base.log import logger
 from graphrt.core.base.option_values import shown
 from graphrt.errors import InvalidInputError
 from graphrt.hosts.transformers.caches import Kept, KeptCache, KeptPair
-from graphrt.hosts.transformers.fingerprint import TOKEN_IDS
+from graphrt.hosts.transformers.changes import TOKEN_IDS
 from graphrt.hosts.transformers.reports import ModelReport
 from graphrt.hosts.transformers.seam import NO_GRAPHS, Seam
 from graphrt.hosts.transformers.signature import Signature
