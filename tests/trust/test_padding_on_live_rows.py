@@ -177,9 +177,7 @@ ALONG: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]] =
 
 def along(pad: int, way: str, rows: int = ROWS) -> Program:
     """Rows are dimension 1: the commonest layout of keys and values."""
-    # Without an index rows are looked for behind keys and values alone.
-    layers = 2 if way in ("operator", "one-hot") else 3
-    cache = torch.zeros(layers, rows, WIDTH)
+    cache = torch.zeros(3, rows, WIDTH)
 
     def forward(x, slot, read):
         ALONG[way](cache, slot, x * 2 + 1)
