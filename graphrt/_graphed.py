@@ -454,7 +454,7 @@ class _AddressedWrites(Watch):  # type: ignore[no-untyped-call]
                 deciding.update(dict.fromkeys(given, size - 1))
             placed = {**placed, **deciding}
         targets = [*written(facts, args, kwargs)]
-        for each in targets if deciding else ():
+        for each in (each for each in targets if deciding and tree.storage_key(each) is not None):
             tensor = tree.storage_key(each), _weak(each), tuple(each.shape)
             sizes = [size for size, _ in indexed]
             self._addressed.append(_Written(tensor, deciding, str(func), sizes, facts.is_aten))
@@ -471,7 +471,9 @@ class _AddressedWrites(Watch):  # type: ignore[no-untyped-call]
     def _note(
         self, tensor: torch.Tensor, sources: frozenset[str], placed: dict[str, int | None]
     ) -> None:
-        self._from[tree.storage_key(tensor)] = _weak(tensor), sources, placed
+        key = tree.storage_key(tensor)
+        if key is not None:  # of a sparse tensor: a capture refuses the operator
+            self._from[key] = _weak(tensor), sources, placed
 
     def _of(self, values: Any) -> tuple[frozenset[str], dict[str, int | None]]:
         """The inputs that tensors among `values` come from, and those that decide where their rows

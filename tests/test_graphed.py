@@ -468,6 +468,12 @@ def test_integers_that_address_nothing_lasting_are_padded() -> None:
     assert torch.allclose(fast(torch.tensor([7, 8])), table[[7, 8]] * 2)
 
 
+def test_a_forward_with_sparse_tensors_is_refused_by_its_operator() -> None:
+    """They have no memory to follow."""
+    with pytest.raises(graphrt.errors.RefusedOpError, match="to_sparse"):
+        GRAPHED(lambda x: x.to_sparse().to_dense() * 2, torch.rand(4, 2))
+
+
 @pytest.mark.parametrize(
     ("inputs", "text"),
     [
