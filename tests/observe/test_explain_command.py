@@ -58,6 +58,22 @@ class AModule(torch.nn.Module):
 not_a_forward = 3
 
 
+def unmade():
+    raise OSError("no weights here")
+
+
+def unmade_by(config):
+    return torch.nn.Linear(config.width, 8)
+
+
+def made_number():
+    return 3
+
+
+def leaving(x):
+    raise SystemExit(7)
+
+
 def run(*arguments: str) -> tuple[int, str]:
     result = CliRunner().invoke(app, ["explain", *arguments], catch_exceptions=False)
     return result.exit_code, result.output
@@ -138,6 +154,7 @@ def test_explain_of_an_uncapturable_forward_gives_the_reason_and_no_code(name, w
         ("def f(:", "SyntaxError"),
         ("1 / 0", "ZeroDivisionError"),
         ("raise SystemExit(3)", "SystemExit: 3"),
+        ("class Odd(BaseException): pass\nraise Odd(4)", "Odd: 4"),
     ],
 )
 def test_a_module_that_fails_at_its_import_is_named_with_its_error(
@@ -180,6 +197,10 @@ def test_explain_accepts_a_factory_target_and_prints_json():
             "fails on such inputs(.|\n)*RuntimeError",
         ),
         ([f"{HERE}made", "--made", "--input", "input=float8_e8m0fnu[tokens,8]"], "fails on such"),
+        ([f"{HERE}unmade", "--made", "--input", INPUT], "cannot be made(.|\n)*OSError: no weights"),
+        ([f"{HERE}unmade_by", "--made", "--input", INPUT], "cannot be made(.|\n)*'config'"),
+        ([f"{HERE}made_number", "--made", "--input", INPUT], "forward is called(.|\n)*an? int"),
+        ([f"{HERE}leaving", "--input", INPUT], "fails on such inputs(.|\n)*SystemExit: 7"),
         ([".x:f", "--input", INPUT], "no such forward"),
         (["..:f", "--input", INPUT], "no such forward"),
     ],

@@ -128,16 +128,8 @@ class Region:
         now = self.read()
         if self.rows.at or not now.dim() or now.shape != self.was.shape or not now.numel():
             return None
-        changed = (tree.octets(now) != tree.octets(self.was)).view(*now.shape, -1).any(-1)
-        first = _dim_of_rows(now)
-        places: list[slice | torch.Tensor] = [slice(None)] * first
-        for dim in range(first, min(first + 2, now.dim())):
-            others = [each for each in range(now.dim()) if each != dim]
-            rows = (changed.any(others) if others else changed).nonzero().flatten()
-            if len(rows) != 1 or now.shape[dim] == 1:
-                break
-            places.append(rows)
-        return Rows(tuple(places)) if len(places) > first else None
+        places = _lone_rows(now, self.was)
+        return Rows(tuple(places)) if places else None
 
     def numbers_of(self, rows: Rows) -> list[tuple[int, list[int]]]:
         """(size of the dimension, row numbers) of each index tensor of `rows`."""
@@ -282,6 +274,8 @@ class SavedWrites:
                 compared = region.without_padding(pads, sizes)
                 apart = difference(ours[compared], theirs[compared])
                 if apart is not None and apart.relative > rounding:
+                    if not region.rows.at and _is_of_padding(ours, theirs, pads):
+                        continue
                     return region.use, apart.text
             return None
 
@@ -361,6 +355,30 @@ def _sums(tensor: torch.Tensor) -> torch.Tensor:
             bits = bits[:, whole:]
         sums += bits.sum(1, dtype=torch.int64) * weight
     return sums
+
+
+def _lone_rows(ours: torch.Tensor, theirs: torch.Tensor) -> list[slice | torch.Tensor]:
+    """An index of the only row that differs, and of the only slot of that page; empty if several
+    do. In front of it are dimensions of which all rows differ, such as layers."""
+    unlike = (tree.octets(ours) != tree.octets(theirs)).view(*ours.shape, -1).any(-1)
+    places: list[slice | torch.Tensor] = [slice(None)] * _dim_of_rows(ours)
+    found = 0
+    for dim in range(len(places), ours.dim()):
+        others = [each for each in range(ours.dim()) if each != dim]
+        rows = (unlike.any(others) if others else unlike).nonzero().flatten()
+        is_one = len(rows) == 1 and ours.shape[dim] > 1
+        if found == 2 or not (is_one or (not found and len(rows) == ours.shape[dim])):
+            break
+        places.append(rows if is_one else slice(None))
+        found += is_one
+    return places if found else []
+
+
+def _is_of_padding(ours: torch.Tensor, theirs: torch.Tensor, pads: Sequence[int]) -> bool:
+    """Whether the only row that differs is one that padding values name."""
+    places = _lone_rows(ours, theirs)
+    dim = next((at for at, each in enumerate(places) if isinstance(each, torch.Tensor)), None)
+    return dim is not None and int(places[dim]) in _rows_of_padding(ours[(0,) * dim], pads)  # type: ignore[arg-type]
 
 
 def _dim_of_rows(tensor: torch.Tensor) -> int:
