@@ -251,6 +251,9 @@ def looks(entries: Iterable[tuple[Place, Any]], *, in_c: bool) -> list[Look]:
             looks.append((holder, type(holder) if way is ATTRIBUTES else key, was))
         elif in_c and way is LENGTH and key is not deque:
             looks.append(((holder,), None, (was,)))
+        elif way is LENGTH and was < _SMALL:
+            # By identity, as `_holds` takes 0.2 us more.
+            looks.append((functools.partial(key.__len__, holder), None, was))
         elif way is ATTRIBUTES:
             looks.append((functools.partial(_own_attributes, holder, type(holder), key), None, was))
         elif way.anew:
@@ -511,5 +514,7 @@ ARRAY = Way(
 """The elements of an array of NumPy's."""
 BUFFER = Way(_contents, _set_contents, anew=True)
 """The contents of a buffer: `bytearray`, `array.array`, `io.StringIO`, objects of `ctypes`."""
+_SMALL = 257
+"""CPython has one object for each smaller length."""
 _LOOKED_AT_IN_C = (ITEM, DEFAULT, CELL, ATTRIBUTES)
 """Ways of slots that `NativeGlances` reads itself."""
