@@ -38,6 +38,18 @@ Span = tuple[int, int]
 copy_few = PYFUNCTYPE(None, c_void_p, c_void_p, c_size_t)(cast(memmove, c_void_p).value or 0)
 
 
+Lazy = Callable[[torch.Tensor], bool] | None
+"""Tells whether a tensor is a lazy conjugate or negative, whose bits are not its values; None for
+dtypes without these."""
+
+
+def lazy_of(dtype: torch.dtype) -> Lazy:
+    """What tells of tensors of a dtype whether they are lazy."""
+    if dtype.is_complex:
+        return tree.is_lazy
+    return torch.Tensor.is_neg if dtype.is_floating_point else None
+
+
 class Field:
     """One input at one size: its place in the slab, and what its padding rows hold.
 
@@ -58,11 +70,7 @@ class Field:
         self.end = offset + self.blocks * self.rows * self.row_bytes
         # The padded tensor in the slab that graphs read; `InputLayout.place` makes it.
         self.view: torch.Tensor
-        # Whether a tensor is a lazy conjugate or negative, whose bits are not its values; None for
-        # dtypes without these.
-        self.lazy: Callable[[torch.Tensor], bool] | None = None
-        if spec.dtype.is_floating_point or spec.dtype.is_complex:
-            self.lazy = tree.is_lazy if spec.dtype.is_complex else torch.Tensor.is_neg
+        self.lazy = lazy_of(spec.dtype)
         self.pad = spec.pad_value
         # A tensor of one padding value on the host, whose bytes `pad_at` copies.
         self.element = torch.full((1,), self.pad, dtype=spec.dtype, device="cpu")
