@@ -239,6 +239,20 @@ def test_an_input_in_memory_that_the_forward_holds_is_copied() -> None:
         assert torch.equal(cache[:ROWS], torch.ones(ROWS, 3))
 
 
+def test_rows_with_gaps_are_copied_after_one_row_of_the_same_stride() -> None:
+    """A row alone is contiguous whatever its stride."""
+    forward = Seen()
+    rows = {ROWS: torch.randn(ROWS, 6)[:, :3]}
+    rows[1] = rows[ROWS][:1]
+    with captured(forward) as runner:
+        for count in (1, ROWS, 1, ROWS):
+            given = inputs(count) | {"x": rows[count]}
+            batch = Batch(count, exclude=frozenset({runner.mode}))
+            expected = given["x"] * 2 + given["y"] + given["ids"][:, None]
+            assert torch.equal(runner(batch, **given), expected)
+        assert forward.lent(given) == {"y", "ids"}
+
+
 LAYOUTS = ("fresh", "sliced", "strided", "alias", "gradient", "inference", "negated", "output")
 
 

@@ -8,17 +8,18 @@ Values are not checked beforehand. Where using one raises, `DeclaredInputs.check
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, final
 
 import torch
 
 from graphrt.core.base.errors import GraphRTError, InvalidBatchError
 from graphrt.core.base.option_values import refused
+from graphrt.core.base.torch_names import tensor_guards
 from graphrt.core.batch.descriptor import Batch, checked_batch
 from graphrt.core.device.platform import Platform
 from graphrt.core.inputs.declared import DeclaredInputs, flat_of
-from graphrt.core.inputs.layout import InputLayout, Lazy, lazy_of
+from graphrt.core.inputs.layout import MOST_GUARDS, InputLayout, Lazy, lazy_of
 from graphrt.core.inputs.transport import InputTransport, Slab, StagedCopy
 
 _CACHED_LAYOUTS = 1024
@@ -69,6 +70,9 @@ class StaticInputs:
         self.graded = [n for n, of in dtypes.items() if of.is_floating_point or of.is_complex]
         # (tokens, requests) -> where the inputs of a batch of this size are.
         self._layouts: dict[tuple[int, int], InputLayout] = {}
+        # torch's guards of inputs that were lent to eager steps, the last first.
+        self.plain: list[Callable[..., bool]] = []
+        self._plain_made = 0
         # (tokens, requests) -> what `live_shapes` has answered.
         self._live_shapes: dict[tuple[int, int], list[LiveShape]] = {}
         nbytes = InputLayout(self.declared.specs, tokens, reqs).nbytes
@@ -190,6 +194,23 @@ class StaticInputs:
                 for name, spec in self.declared.specs.items()
             ]
         return rows
+
+    def expect_plain(self, tensors: list[torch.Tensor]) -> None:
+        """Remember inputs of an eager step that were all lent: of these types, dtypes, devices and
+        strides, with any number of rows where that is their first dimension."""
+        if not tensor_guards or self._plain_made >= MOST_GUARDS:
+            return
+        self._plain_made += 1
+        sizes: list[list[int | None]] = []
+        for tensor, spec in zip(tensors, self.declared.specs.values(), strict=True):
+            axis, dim = spec.batch_axis()
+            sizes.append([*tensor.shape])
+            # Of one row the stride may be any.
+            if axis is not None and dim == 0 and tensor.shape[0] > 1:
+                sizes[-1][0] = None
+        strides = [[*tensor.stride()] for tensor in tensors]
+        guard = tensor_guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+        self.plain = [guard.check, *self.plain[:1]]
 
     def padded_copies(
         self, values: Mapping[str, Any], tokens: int, reqs: int, rows: tuple[int, int]

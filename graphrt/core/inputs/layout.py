@@ -26,7 +26,7 @@ _ALIGNMENT = 256
 """Bytes; what allocators give, so kernels choose the same vector width as for tensors alone."""
 _FEW_BYTES = 1 << 18
 """Larger copies release the GIL, so that other threads run."""
-_MOST_LIKE, _MOST_MADE = 4, 16
+_MOST_LIKE, MOST_GUARDS = 4, 16
 """How many guards are kept, and are ever made, for one number of rows: see `StepMoves.like`."""
 _CACHED_MOVES = 128
 """The most pairs of live tokens and requests whose `StepMoves` one layout keeps."""
@@ -227,7 +227,7 @@ class StepMoves:
         self._on_device: dict[str, DeviceMoves] = {}
         # The addresses of the last inputs that were found to be outside of the slab.
         self.last: list[int] = []
-        # How many guards were made so far, at most `_MOST_MADE`.
+        # How many guards were made so far, at most `MOST_GUARDS`.
         self._made = 0
         # If each input is one short copy: where to, and how many bytes. `copy_rows` then copies all
         # in one call.
@@ -250,7 +250,7 @@ class StepMoves:
         """Remember inputs that are used as they are: of these types, dtypes, devices, shapes and
         strides, all in the slab at these addresses, or none."""
         home = addresses if kinds == "k" * len(kinds) else None
-        if tensor_guards and self._made < _MOST_MADE and (home or "k" not in kinds):
+        if tensor_guards and self._made < MOST_GUARDS and (home or "k" not in kinds):
             self._made += 1
             none: dict[str, None] = {"dynamic_dims_sizes": None, "dynamic_dims_strides": None}
             guard = tensor_guards(*tensors, **none)

@@ -20,6 +20,7 @@ from graphrt.core.base.thread_mode import unseen
 from graphrt.core.base.torch_names import storage_use_count
 from graphrt.core.inputs.buffers import StaticInputs
 from graphrt.core.inputs.declared import flat_of
+from graphrt.core.inputs.layout import Lazy
 from graphrt.core.inputs.spec import LOWEST_ADDRESS
 
 _Tensor = torch.Tensor
@@ -33,14 +34,16 @@ class Loans:
         self._inputs = inputs
         self._held = held
         # For each input that is lent its name, the caller's tensor, its version, the number of its
-        # storage, how many tensors used that, and the argument in its place.
-        self._lent: list[tuple[str, torch.Tensor, int, int, int, torch.Tensor]] = []
+        # storage, and how many tensors used that.
+        self._lent: list[tuple[str, torch.Tensor, int, int, int]] = []
+        # The arguments in their place.
+        self._aliases: list[torch.Tensor] = []
 
     def arguments(
         self, values: Mapping[str, Any], tokens: int, reqs: int
     ) -> dict[str, torch.Tensor] | None:
-        """The arguments of the forward by (dotted) name: views of inputs that are lent, and copies
-        of others. None if an input is wrong."""
+        """The arguments of the forward by (dotted) name: aliases of inputs that are lent, copies of
+        others. None if an input is wrong."""
         inputs, slab = self._inputs, self._inputs.transport.slab
         found: dict[str, torch.Tensor] = {}
         others: dict[str, torch.Tensor] = {}
@@ -50,19 +53,18 @@ class Loans:
             rows = inputs.live_shapes(tokens, reqs)
             if len(values) != len(rows):
                 return None
-            for name, dtype, lazy, shape in rows:
-                value = values[name]
-                if type(value) is not _Tensor or value.dtype is not dtype or value.shape != shape:
+            tensors = [values[name] for name, _, _, _ in rows]
+            # In one call, where inputs are like earlier ones that were lent.
+            are_plain = any(check(*tensors) for check in inputs.plain)
+            for value, (name, dtype, lazy, shape) in zip(tensors, rows, strict=True):
+                if value.shape != shape or not (
+                    are_plain or (type(value) is _Tensor and value.dtype is dtype)
+                ):
                     return None
-                address = value.data_ptr()
-                storage = value.untyped_storage()
+                storage, address = value.untyped_storage(), value.data_ptr()
                 key = storage._cdata
                 if (
-                    value.device == slab.device
-                    and not value.requires_grad
-                    and not value.is_inference()
-                    and value.is_contiguous()
-                    and (lazy is None or not lazy(value))
+                    (are_plain or self._is_plain(value, lazy))
                     and address >= LOWEST_ADDRESS
                     and not slab.low <= address < slab.high
                     # What runners hand out, and memory of the CPU's pools, is not resizable.
@@ -70,17 +72,29 @@ class Loans:
                     and key not in self._held
                 ):
                     uses = storage_use_count(key)
-                    # Not `detach()`: torch refuses to reshape that in place.
-                    found[name] = view = value.view(shape)
-                    self._lent.append((name, value, value._version, key, uses, view))
+                    found[name] = alias = value.detach()
+                    self._lent.append((name, value, value._version, key, uses))
+                    self._aliases.append(alias)
                 else:
                     # In its place: a forward of `**inputs` may go by their order.
                     found[name] = others[name] = value
             if others:
                 found.update(unseen(partial(inputs.copied, others)))
+            elif not are_plain:
+                inputs.expect_plain(tensors)
             return found
         except (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError):
             return None
+
+    def _is_plain(self, value: torch.Tensor, lazy: Lazy) -> bool:
+        """Whether a copy of an input would have its properties."""
+        return (
+            value.device == self._inputs.transport.slab.device
+            and not value.requires_grad
+            and not value.is_inference()
+            and value.is_contiguous()
+            and (lazy is None or not lazy(value))
+        )
 
     def end(self, outputs: Any, stop: Callable[[dict[str, int]], None], *, clones: bool) -> Any:
         """After the run: its outputs for the caller, all as clones or only those that share memory
@@ -89,8 +103,8 @@ class Loans:
         # `x.t_()` counts as a version too. An alias of a written input is named beside it.
         written = [
             name
-            for name, value, version, _, _, view in self._lent
-            if value._version != version and view.stride() == value.stride()
+            for (name, value, version, _, _), alias in zip(self._lent, self._aliases, strict=True)
+            if value._version != version and alias.stride() == value.stride()
         ]
         if written:
             stop({})
@@ -101,7 +115,7 @@ class Loans:
                 expected="a forward that writes none of its inputs",
                 advice=f"{written[0]} = {written[0]}.clone() in the forward, before it is written",
             )
-        keys = {key for _, _, _, key, _, _ in self._lent}
+        keys = {key for _, _, _, key, _ in self._lent}
 
         def apart(tensor: torch.Tensor) -> torch.Tensor:
             is_shared = clones or tree.storage_key(tensor) in keys
@@ -113,9 +127,8 @@ class Loans:
         """Once nobody has the arguments and the outputs of the run: the inputs that something
         still holds, by name, with the number of their storage. None unless any was held, if only
         until garbage was collected."""
-        lent = [each[:5] for each in self._lent]
-        self._lent.clear()
-        if all(storage_use_count(key) <= uses for *_, key, uses in lent):
+        self._aliases.clear()
+        if all(storage_use_count(key) <= uses for _, _, _, key, uses in self._lent):
             return None
         gc.collect()  # a cycle may hold it, which nobody reaches
-        return {name: key for name, *_, key, uses in lent if storage_use_count(key) > uses}
+        return {n: key for n, _, _, key, uses in self._lent if storage_use_count(key) > uses}
