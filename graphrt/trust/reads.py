@@ -109,7 +109,7 @@ class ReadSet:
 
     def _read_nothing(self) -> None:
         # What graphs read at places that the last walk found: what the glances of steps look at.
-        self._read: list[Read] = []
+        self._note_read([])
         # key of a storage -> the storage, kept alive, and how a watched run used it. Without a use
         # nothing was seen to read it.
         self._held: dict[int, tuple[torch.UntypedStorage, Use | None]] = {}
@@ -126,6 +126,13 @@ class ReadSet:
         self.host = HostWatch()
         self.rounds = 0
         """How many steps it takes until their glances, a few slots each, have looked at all."""
+
+    def _note_read(self, reads: list[Read]) -> None:
+        """Note what graphs read, and what `are_there` compares of it at each step without one."""
+        self._read = reads
+        self._gets = getters(each.place for each in reads)
+        self._tensors = [each.held for each in reads]
+        self._parts = _parts_of(reads)
 
     # What is read --------------------------------------------------------------------------------
 
@@ -181,7 +188,7 @@ class ReadSet:
             if is_read and not (self.remade and place.path in self.remade):
                 reads.append(Read(place, tensor, where_is(tensor), key))
         # Packed weights are invisible to operators, so all of them count as read.
-        self._read = reads + [Read(*each, id(each[1])) for each in places.packed]
+        self._note_read(reads + [Read(*each, id(each[1])) for each in places.packed])
         self.host.aim(places)
         return places
 
@@ -196,7 +203,7 @@ class ReadSet:
         """Answers without end, one for each step: whether the answer of `settings` is true, the
         next few slots of `host.looks` hold what they did, and the next tensor is where it was."""
         slots = self.host.looks([(each.place, each.held) for each in self._read])
-        parts = _parts_of(self._read)
+        parts = self._parts
         # A step looks at no slot twice, and at all parts of one tensor.
         looks = min(SLOTS[self.host.watched > 0], len(slots) or 1), len(tree.PLACEMENT)
         self.rounds = max(-(-len(slots) // looks[0]), -(-len(parts) // looks[1]))
@@ -218,8 +225,7 @@ class ReadSet:
 
     def are_there(self) -> bool:
         """Whether each place of a tensor that is read has that tensor, and it is where it was."""
-        places, held = (map(attrgetter(name), self._read) for name in ("place", "held"))
-        return all(map(is_, map(call, getters(places)), held)) and _hold(_parts_of(self._read))
+        return all(map(is_, map(call, self._gets), self._tensors)) and _hold(self._parts)
 
     def walk(self) -> Places:
         """A new walk from the forward."""

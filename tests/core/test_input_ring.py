@@ -435,12 +435,12 @@ def test_a_fill_with_all_inputs_in_their_buffers_launches_no_fetch():
 
 def test_a_ring_has_fewer_slots_for_larger_inputs():
     platform = RingPlatform()
-    platform.fetched_bytes = 4 << 20
-    for nbytes in (4096, 4 << 20):
+    platform.fetched_bytes = 1 << 20
+    for nbytes in (4096, 1 << 20):
         platform.new_input_transport(Slab(torch.zeros(nbytes, dtype=torch.uint8), nbytes, 2))
     small, large = platform.rings
-    assert small.slots == 16
-    assert 2 <= large.slots < 16
+    assert small.slots == 64
+    assert 2 <= large.slots < 32
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,12 @@ def test_a_miss_reads_device_inputs_in_place_and_copies_an_output_of_the_last_st
             found = runner(Batch(8, exclude=frozenset({runner.mode})), x=step, y=y[:8])
             assert torch.equal(found, expected)
             assert addresses[-1][1] == y.data_ptr()
+        own = runner.inputs.buffers["x"][:8]
+        expected = own * 2 + y[:8]
+        assert torch.equal(
+            runner(Batch(8, exclude=frozenset({runner.mode})), x=own, y=y[:8]), expected
+        )
+        assert addresses[-1][0] != own.data_ptr()
 
 
 def test_a_write_at_a_miss_names_the_input() -> None:

@@ -11,9 +11,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphrt import Batch, GraphOptions, GraphRunner, InputSpec
-from graphrt.errors import StaleTensorWarning, VerificationError
+from graphrt import Batch, GraphOptions, GraphRunner, Host, InputSpec
+from graphrt.core.runner.contract import Step
+from graphrt.errors import InvalidInputError, StaleTensorWarning, VerificationError
 
 pytestmark = pytest.mark.filterwarnings("error::graphrt.errors.StaleTensorWarning")
 ROWS = 7
@@ -251,6 +253,69 @@ def test_rows_with_gaps_are_copied_after_one_row_of_the_same_stride() -> None:
             expected = given["x"] * 2 + given["y"] + given["ids"][:, None]
             assert torch.equal(runner(batch, **given), expected)
         assert forward.lent(given) == {"y", "ids"}
+
+
+def test_a_bind_and_trials_get_copies_and_so_do_misses_of_compiled_code() -> None:
+    bound: list[int] = []
+    forward = Seen()
+    runner = GraphRunner(
+        forward,
+        inputs=SPECS,
+        mode="FULL",
+        sizes=[2, 8],
+        platform="cpu",
+        host=Host(bind=lambda views, *_: bound.append(views["x"].data_ptr())),
+    )
+    runner.capture()
+    given, eager = inputs(), Batch(ROWS, exclude=frozenset({runner.mode}))
+    runner(eager, **given)
+    assert bound[-1] != given["x"].data_ptr()
+    with captured(forward) as runner:
+        assert runner.graphs.checks.lends() is not None
+        runner.graphs.checks.reads.saw_compiled_code = True
+        runner(**given)
+        assert forward.lent(given) == set()
+    with captured(forward) as runner:
+        batch = Batch(ROWS)
+        step = Step(batch, runner.dispatcher.dispatch(batch), given)
+        # As a trial does, which runs it under a watch.
+        runner._in_turn(lambda: runner._executor.run_unpadded(step, lambda run: run()))
+        assert forward.lent(given) == set()
+
+
+class Operators(TorchDispatchMode):
+    """Notes the operators that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mode_of_the_host_sees_the_operators_of_the_forward_alone() -> None:
+    with captured(lambda x, y, ids: x * 2 + y + ids[:, None]) as runner:
+        given = inputs()
+        with Operators() as mode:
+            runner(**given)
+        assert [name for name in mode.seen if "detach" not in name] == [
+            "aten::mul.Tensor",
+            "aten::add.Tensor",
+            "aten::unsqueeze",
+            "aten::add.Tensor",
+        ]
+        assert sum("detach" in name for name in mode.seen) <= 1  # of the output
+
+
+def test_an_input_whose_memory_was_freed_is_named() -> None:
+    with captured(Seen()) as runner:
+        given = inputs()
+        runner(**given)
+        given["x"].untyped_storage().resize_(0)
+        with pytest.raises(InvalidInputError, match="'x' has no rows in memory"):
+            runner(**given)
 
 
 LAYOUTS = ("fresh", "sliced", "strided", "alias", "gradient", "inference", "negated", "output")

@@ -225,7 +225,8 @@ class DeviceHangError(GraphRTError):
 
 
 class VerificationError(GraphRTError):
-    """A replay differed from the same callable run eagerly on the same inputs."""
+    """A replay differed from the same callable run eagerly on the same inputs, or an eager step has
+    written an input."""
 
 
 class BakedScalarError(BreakError, VerificationError):
@@ -270,7 +271,7 @@ class GraphMemoryWarning(UserWarning):
 
 
 class StaleTensorWarning(UserWarning):
-    """A forward leaves tensors of its graphs in Python, where no replay makes new ones."""
+    """A forward leaves tensors of its graphs, or inputs, in Python: no replay makes new ones."""
 
 
 class GraphQuarantinedWarning(UserWarning):

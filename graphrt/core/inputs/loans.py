@@ -63,9 +63,10 @@ class Loans:
                     return None
                 storage, address = value.untyped_storage(), value.data_ptr()
                 key = storage._cdata
+                if address < LOWEST_ADDRESS:
+                    return None  # freed, or empty: a copy of freed memory would end the process
                 if (
                     (are_plain or self._is_plain(value, lazy))
-                    and address >= LOWEST_ADDRESS
                     and not slab.low <= address < slab.high
                     # What runners hand out, and memory of the CPU's pools, is not resizable.
                     and storage.resizable()
@@ -118,8 +119,9 @@ class Loans:
         keys = {key for _, _, _, key, _ in self._lent}
 
         def apart(tensor: torch.Tensor) -> torch.Tensor:
-            is_shared = clones or tree.storage_key(tensor) in keys
-            return tensor.clone() if is_shared else tensor.detach()
+            is_plain = type(tensor) is _Tensor and tensor.layout is torch.strided
+            key = tensor.untyped_storage()._cdata if is_plain else tree.storage_key(tensor)
+            return tensor.clone() if clones or key in keys else tensor.detach()
 
         return tree.map_leaves(apart, outputs)
 

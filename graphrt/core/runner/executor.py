@@ -155,10 +155,10 @@ class StepExecutor:
         return outputs
 
     def run_unpadded(self, step: Step, around: Around | None = None) -> Any:
-        """Run the forward on the live rows, in a trial by `around`: on copies, except for inputs
-        that the checks allow to lend; where ranks found no
-        graph for all, padded to the rows of the largest of them, as collectives need as many
-        everywhere. Raises `InvalidInputError`."""
+        """Run the forward on the live rows, in a trial by `around`: on copies of them, or on inputs
+        that are lent (loans.py). Where ranks found no graph for all they are padded to the rows of
+        the largest, as collectives need as many everywhere. Raises `InvalidInputError`, and
+        `VerificationError` for a forward that writes what it was lent."""
         inputs, pool = self.inputs, self.pool
         batch, values, descriptor = step.batch, step.values, step.dispatch.descriptor
         tokens, reqs = batch.num_tokens, reqs_of(inputs, batch, values)

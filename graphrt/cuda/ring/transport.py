@@ -21,6 +21,7 @@ from graphrt.core.device.platform import Platform
 from graphrt.core.inputs.layout import StepMoves
 from graphrt.core.inputs.transport import (
     MAX_BYTES,
+    MAX_SLOTS,
     InputTransport,
     Slab,
     StagedCopy,
@@ -32,9 +33,6 @@ from graphrt.cuda.ring.moves import MoveTable
 from graphrt.cuda.ring.slots import SlotRing
 from graphrt.cuda.ring.writers import Prepared, learn
 
-MOST_SLOTS = 16
-"""Steps whose inputs the device may have yet to fetch. Few, so that what the host writes stays in
-its cache: 35 KB into one of 64 slots took it three times as long."""
 _MOVES_OF_A_FIELD = 3
 
 
@@ -167,7 +165,7 @@ def ring_transport(
     more than `most_bytes` are copied, and those that take longer than `limit_s` to fetch."""
     largest = min(slab.nbytes, most_bytes)
     moves = min(RingFormat.MAX_MOVES, _MOVES_OF_A_FIELD * slab.fields + 1)
-    slots = max(2, min(MOST_SLOTS, MAX_BYTES // slot_bytes(largest, moves)[1]))
+    slots = max(2, min(MAX_SLOTS, MAX_BYTES // slot_bytes(largest, moves)[1]))
     try:
         ring = SlotRing(new_device(slab.buffer, slots, largest, moves), largest, moves)
         if limit_s is not None:
