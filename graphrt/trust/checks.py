@@ -472,13 +472,14 @@ class Checks(StepChecks):
         """Note what the host has changed; with `by_forward` an eager step, whose numbers a trial
         also moves further. If a tensor that graphs read has moved, all of them go into quarantine;
         after any other change the next step of each graph is a trial."""
-        reads, served = self.reads, self._served()
-        if reads.host.picture is None or not served:
+        reads = self.reads
+        is_served = any(each.record.failure is None for each in self._graphs.values())
+        if reads.host.picture is None or not is_served:
             return
         try:
             changes = reads.host.take()
             if changes is not None:
-                self._note_changes(reads, served, changes, by_forward=by_forward)
+                self._note_changes(reads, self._served(), changes, by_forward=by_forward)
         except BaseException as error:
             # Maybe a Ctrl-C. A change is reported only once, so some may be lost.
             undo_after(error, partial(self._cut_short, error))

@@ -25,6 +25,8 @@ from graphrt.trust.places.walk import where_is
 PLACES = {True: 3, False: 10}
 """Places that a step glances at, by whether CPython tells of changes in dicts: if not, each item of
 a dict is a place to glance at too."""
+_SMALL = 257
+"""CPython has one object for each smaller length."""
 _IN_C = (slots.ITEM, slots.DEFAULT, slots.CELL, slots.ATTRIBUTES)
 """Ways of places that `NativeGlances` reads itself."""
 
@@ -115,6 +117,9 @@ def _glance_at(place: Place, was: Any) -> _Glance:
             return holder, type(holder) if way is slots.ATTRIBUTES else key, was
         if way is KEYS or (way is slots.LENGTH and key is not deque):
             return (holder,), None, (was,)
+    if way is slots.LENGTH and was < _SMALL:
+        # By identity, as `_holds` takes 0.2 us more.
+        return functools.partial(key.__len__, holder), None, was
     if way is slots.ATTRIBUTES:
         return functools.partial(_attributes, holder, type(holder), key), None, was
     if way.anew:

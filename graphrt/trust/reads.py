@@ -78,6 +78,8 @@ class ReadSet:
         """Where every eager run of the forward puts another tensor, computed of its weights."""
         self.left_behind: list[str] = []
         """Where the last `settle` found other tensors than graphs captured before it read."""
+        self.takes_inputs = False
+        """Whether a run of the forward has written, reshaped or kept an input."""
         self.host = HostWatch()
         self.rounds = 0
         """How many steps it takes until their glances, a few slots each, have looked at all."""
@@ -87,6 +89,7 @@ class ReadSet:
     def note(self, watch: Watch) -> None:
         """Keep the memory that a run used and somebody else still holds; the rest was temporary."""
         self.saw_compiled_code |= watch.saw_compiled_code
+        self.takes_inputs |= watch.takes_inputs
         self.drawn |= watch.drawn
         for key, use in watch.uses.items():
             # An output of another runner that this forward calls, and no longer holds: a temporary,

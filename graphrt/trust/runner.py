@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -138,6 +138,25 @@ class RunnerChecks(Checks):
         runners and wrappers in the forward may be as wrong: they run eagerly too."""
         has_graph = step.dispatch.reason in (Reason.QUARANTINED, Reason.SETTINGS_CHANGED)
         return executor.run_unpadded(step, without_inner_graphs if has_graph else None)
+
+    def lends(self) -> Collection[int] | None:
+        reads = self.reads
+        is_safe = self.warmed_up and not (reads.takes_inputs or reads.saw_compiled_code)
+        return reads.held if is_safe else None
+
+    def stop_lending(self, kept: Mapping[str, int]) -> None:
+        self.reads.takes_inputs = True
+        if not kept:
+            return
+        paths = {key: place.path for place, _, key in self.reads.walk().keyed}
+        error = errors.PythonStateError(
+            "an eager step has left an input in Python, which no replay does; eager steps have "
+            "copies of their inputs from now on",
+            got=", ".join(f"{n!r} at {paths.get(k, 'no known place')}" for n, k in kept.items()),
+            expected="a forward that leaves its inputs to its caller",
+            advice="leave a clone() in an @eager_break",
+        )
+        errors.warn_caller(str(error), errors.StaleTensorWarning)
 
     def verify(self, executor: StepExecutor, step: Step) -> tuple[Any, Exception | None]:
         # Note the host's changes now: after the trial all changes count as the forward's own.

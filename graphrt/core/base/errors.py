@@ -228,7 +228,8 @@ class DeviceHangError(GraphRTError):
 
 
 class VerificationError(GraphRTError):
-    """A replay differed from the same callable run eagerly on the same inputs."""
+    """A replay differed from the same callable run eagerly on the same inputs, or an eager step has
+    written an input."""
 
 
 class BakedScalarError(BreakError, VerificationError):
@@ -274,7 +275,7 @@ class GraphMemoryWarning(UserWarning):
 
 
 class StaleTensorWarning(UserWarning):
-    """A forward leaves tensors of its graphs in Python, where no replay makes new ones."""
+    """A forward leaves tensors of its graphs, or inputs, in Python: no replay makes new ones."""
 
 
 class BreakWarning(UserWarning):

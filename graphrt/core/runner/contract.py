@@ -177,6 +177,15 @@ class StepChecks:
         """Run a step eagerly on its live rows."""
         return executor.run_unpadded(step)
 
+    def lends(self) -> Collection[int] | None:
+        """None if an eager step runs on copies of its inputs. Else it may read them in the caller's
+        memory, as the forward writes none; but not those in storages of these numbers."""
+        return None
+
+    def stop_lending(self, kept: Mapping[str, int]) -> None:
+        """Have eager steps run on copies from now on: the forward has written an input, or may have
+        `kept` some, by name with the number of the storage."""
+
     def after_eager_step(self) -> None:
         """A step has run eagerly with the padding of its graph."""
 
