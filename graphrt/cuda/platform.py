@@ -142,7 +142,8 @@ class CudaPlatform(Platform):
     def owns(self, memory: GraphMemory, tensor: torch.Tensor) -> bool:
         if not tensor.is_cuda or tensor.get_device() != memory.device:
             return False
-        return memory.owns(tensor.untyped_storage().data_ptr())
+        address = tensor.untyped_storage().data_ptr()
+        return memory.owns(address, grows=self._captures.is_any_open())
 
     def weak_ref(self, memory: GraphMemory, tensor: torch.Tensor) -> torch.Tensor:
         return weak_alias(tensor)
