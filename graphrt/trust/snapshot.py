@@ -169,6 +169,16 @@ class PythonState:
         """The slots of plain values."""
         self.was = self.take()
 
+    def without(self, other: PythonState) -> PythonState:
+        """This state, from now on without the slots that another one has."""
+        known = {(id(each.holder), each.label) for each in other.slots}
+        kept = [
+            at for at, each in enumerate(self.slots) if (id(each.holder), each.label) not in known
+        ]
+        self.slots = tuple(self.slots[at] for at in kept)
+        self._getters, self.was = ([all_[at] for at in kept] for all_ in (self._getters, self.was))
+        return self
+
     def take(self) -> list[Any]:
         """The values at this moment."""
         return [*map(call, self._getters)]

@@ -6,10 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from operator import itemgetter
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
+from graphrt.core.base import tree
 from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base.errors import (
     PythonStateError,
@@ -25,8 +27,8 @@ from graphrt.core.capture.guard import SideDoors, side_doors
 from graphrt.core.capture.operators import facts_of
 from graphrt.core.replay.recording import drawn_from
 from graphrt.core.runner.contract import Calls, RunWatch, Values
-from graphrt.trust.places.slots import CONTENTS, Place
-from graphrt.trust.places.walk import Keyed, with_keys
+from graphrt.trust.places.slots import CONTENTS, ITEM, MISSING, Place
+from graphrt.trust.places.walk import Keyed, Places, with_keys
 from graphrt.trust.reads import ReadSet
 from graphrt.trust.snapshot import MEMORY, PythonState, StateSnapshot, is_plain, put_back
 from graphrt.trust.watching.padding import PaddingRows
@@ -69,6 +71,8 @@ class WatchedState(RunWatch):
     """The rows that warm-ups, which have padding alone, are seen to write."""
     with_rows: Collection[str] = ()
     """The inputs that have a batch axis."""
+    capture_executes: bool = True
+    """Whether operators run while they are captured."""
 
     def __post_init__(self) -> None:
         # What the last run under a `WriteWatch` wrote, with the values before it. It is kept until
@@ -78,9 +82,12 @@ class WatchedState(RunWatch):
         self._moves: _Moves | None = None
         # The kinds of which this session has watched a run.
         self._kinds: set[Hashable] = set()
-        # Keys of the memory that a kind's second watched run wrote too: every run writes it, so it
-        # is no table that the first run fills.
+        # Keys of the memory that every run writes, so that it is no table that the first run fills:
+        # a kind's second watched run wrote it too, or was not needed.
         self._steady: set[int] = set()
+        # Watches the capture that is tried, or was last; and whether runs had drawn before it.
+        self._tried: WriteWatch | None = None
+        self._had_drawn = False
 
     @undoing
     def run(self, undo: Undo, kind: Hashable, tokens: int, inputs: Values, calls: Calls[T]) -> T:
@@ -102,10 +109,7 @@ class WatchedState(RunWatch):
         # Each session has to save what a forward writes, so a kind that writes is watched anew.
         is_saved = largest is not None and (kind in self._kinds or not largest.writes)
         if largest is not None and largest.tokens >= tokens and is_saved:
-            memory = self.snapshot.memory
-            self._writes_of_size.restore()
-            self._writes_of_size = SavedWrites(memory.limit)
-            watch = WriteWatch(moves.before, self._writes_of_size, memory, tokens)
+            watch = self._write_watch(moves, tokens)
             result = watch.around(calls())
             moves.note()
             if not moves.has_moved or watch.written <= self._steady:
@@ -120,6 +124,13 @@ class WatchedState(RunWatch):
             if name not in self.with_rows:
                 self._check_input(name, view)
         return result
+
+    def _write_watch(self, moves: _Moves, tokens: int, *, records: bool = False) -> WriteWatch:
+        """A watch for the next run of a size, which saves what that writes."""
+        memory = self.snapshot.memory
+        self._writes_of_size.restore()
+        self._writes_of_size = SavedWrites(memory.limit)
+        return WriteWatch(moves.before, self._writes_of_size, memory, tokens, records=records)
 
     def _check_input(self, name: str, view: torch.Tensor) -> None:
         """Raise `RefusedOpError` if the last watched run has written an input without a batch axis:
@@ -144,7 +155,13 @@ class WatchedState(RunWatch):
         note_operators()
         before = {key for _, _, key in places.keyed}
         # Earlier sessions may have watched all kinds, so that this one would not find `remade`.
-        moves = _Moves(self.snapshot.python, before, self.is_in_graphs, {*self.reads.remade})
+        moves = _Moves(
+            self.snapshot.python,
+            before,
+            self.is_in_graphs,
+            {*self.reads.remade},
+            _Namespaces(places),
+        )
         self._moves = moves
         return moves
 
@@ -167,6 +184,9 @@ class WatchedState(RunWatch):
             left = memory.take()
             self.padding.note_warm_up(memory)
             self.restore()
+        # A second run shows what the first has done once for all. That is seen by what it left in
+        # Python; or it is a table, of which it has not written just the rows of this step.
+        if made or (watch.written() and (moves.has_moved or not watch.writes_rows_of_inputs)):
             # Run again on what the first run left: a table of indices that it filled may have held
             # anything before.
             memory.restore(left)
@@ -187,6 +207,8 @@ class WatchedState(RunWatch):
                     "never a DynamicCache",
                 )
             self._steady |= again.written().keys()
+        else:
+            self._steady |= watch.written().keys()
         reads.note(watch)
         none = WarmedUp(0, watch.trace, writes=False, captured={})
         largest = self.warmed_up.get(kind, none)
@@ -220,11 +242,21 @@ class WatchedState(RunWatch):
         call: Callable[[], T],
         *,
         in_one: bool,
+        is_tried: bool = False,
     ) -> T:
         """Capture a forward, as one graph (`in_one`) or as pieces, and note which Python slots that
         changes. Operators are noted too if its size was watched, once for each kind and mode: that
-        takes some microseconds an operator."""
+        takes some microseconds an operator. If it `is_tried`, its writes are watched."""
         undo.set(drawn_from, self.reads.drawn.values())
+        moves, self._tried = self._moves, None
+        if moves is not None and moves.namespaces.have_grown():
+            moves.look_again(self.reads.walk())
+        if is_tried and moves is not None:
+            moves.begin(self.reads)
+            self._had_drawn = self.may_draw()
+            records = not self.capture_executes
+            self._tried = self._write_watch(moves, descriptor.num_tokens, records=records)
+            call = partial(self._tried.around, call)
         largest = self.warmed_up.get(descriptor.kind)
         if largest is None or largest.tokens != descriptor.num_tokens or mode in largest.captured:
             result = call()
@@ -232,9 +264,30 @@ class WatchedState(RunWatch):
             watch = IssuedWatch()
             result = watch.run(call, in_one=in_one)
             largest.captured[mode] = watch.operators
-        if self._moves is not None:
-            self._moves.note(captured=True)
+        if moves is not None:
+            moves.note_capture((mode, descriptor.kind), is_tried=is_tried)
         return result
+
+    def before_replay(self, is_last: bool) -> bool:
+        if is_last and self._moves is not None and not self._moves.holds_new():
+            return False
+        if self._tried is not None:
+            self._tried.save_recorded(self.is_in_graphs)
+        return True
+
+    def contradicts(self) -> bool:
+        moves, tried = self._moves, self._tried
+        if moves is None or tried is None:
+            return False
+        is_table = moves.has_moved and not tried.written <= self._steady
+        return is_table or moves.is_new or (self.may_draw() and not self._had_drawn)
+
+    def has_changed(self) -> bool:
+        return self._moves is not None and self._moves.has_changed()
+
+    def take_back(self) -> None:
+        if self._moves is not None:
+            self._moves.take_back()
 
     def restore(self) -> None:
         """Put back declared state, and memory that runs wrote."""
@@ -336,6 +389,34 @@ class _NotedParts(SideDoors):
         return result
 
 
+_Key: TypeAlias = tuple[int, str]
+"""Which slot: the `id` of its holder, and its label."""
+
+
+class _Namespaces:
+    """The attributes, items and globals that a forward's objects have: new ones are in no slot."""
+
+    def __init__(self, places: Places) -> None:
+        held = [*map(itemgetter(1), places.outline)]
+        held += [globals_of for globals_of, *_ in places.named.values()]
+        self._dicts = [*{id(each): each for each in held if isinstance(each, dict)}.values()]
+        self.begin()
+
+    def begin(self) -> None:
+        """A run begins."""
+        self._sizes = [*map(dict.__len__, self._dicts)]
+
+    def have_grown(self) -> bool:
+        """Whether the run has made or deleted any."""
+        return [*map(dict.__len__, self._dicts)] != self._sizes
+
+    def take_back(self) -> None:
+        """Delete what the run has made: a dict has new keys at its end."""
+        for held, size in zip(self._dicts, self._sizes, strict=True):
+            for key in [*dict.__iter__(held)][size:]:
+                put_back(Place(None, "", ITEM, held, key), MISSING)
+
+
 @dataclass
 class _Moves:
     """Counts the runs of a session that have changed each Python slot, and notes which tensors of
@@ -349,10 +430,17 @@ class _Moves:
     of_weights: set[str]
     """Where a run has put a tensor that it computed without its inputs, as hooks that normalize a
     weight do at every call."""
+    namespaces: _Namespaces
+    of_captures: dict[Hashable, frozenset[_Key]] = field(default_factory=dict)
+    """(mode, kind) -> the slots that the captures change which a warm-up came before: every call
+    does."""
     of_parts: set[int] = field(default_factory=set)
     """Indices of the slots that eager parts have changed: put back even if that was once."""
     has_moved: bool = False
-    """Whether the last eager run has changed a slot."""
+    """Whether the last run has changed a slot, or made one."""
+    is_new: bool = False
+    """Whether the last capture has changed slots that not every call changes, or left memory of
+    graphs in one."""
     is_captured: bool = False
     """Whether all is captured: later runs have sizes that no step may ever have, so that one change
     by them counts as two."""
@@ -364,6 +452,9 @@ class _Moves:
         self._last: Sequence[Any] = self.python.was
         # `_last` and `_counts` as of before the last run, for `take_back`.
         self._before_run: tuple[Sequence[Any], list[int]] = self._last, self._counts
+        # The slots that runs of this session have made, if any, with their values before a capture.
+        self._made: PythonState | None = None
+        self._made_before: Sequence[Any] = ()
         # Paths of tensors in graph memory that the session left in Python.
         self._left_paths: list[str] = []
 
@@ -374,11 +465,45 @@ class _Moves:
             # Now, as the run will replace the tensors that captures left.
             self.note_left(reads.walk().keyed)
         self._last = self.python.take()
+        self._before_run = self._last, [*self._counts]
+        self.namespaces.begin()
+        if self._made is not None:
+            self._made_before = self._made.take()
+
+    def look_again(self, places: Places) -> None:
+        """Warm-ups have made attributes: note them, so that changes by captures are seen."""
+        self.namespaces = _Namespaces(places)
+        self._made = PythonState(places).without(self.python)
+        self._made_before = self._made.was
+
+    def _moved(self, now: Sequence[Any]) -> dict[_Key, Any]:
+        """The slots that the run under way has changed, those among them that earlier runs have
+        made, and what is in them now."""
+        pairs = [(self.python, self._last, now)]
+        if self._made is not None:
+            pairs.append((self._made, self._made_before, self._made.take()))
+        return {
+            (id(python.slots[at].holder), python.slots[at].label): after[at]
+            for python, before, after in pairs
+            for at in python.moved_slots(before, after)
+        }
 
     def take_back(self) -> None:
         """Put back, and do not count, what the last run has changed."""
         self._last, self._counts = self._before_run
+        self.namespaces.take_back()
+        if self._made is not None:
+            self._made.restore(self._made_before)
         self.python.restore(self._last)
+
+    def has_changed(self) -> bool:
+        """Whether anything has changed since a run began."""
+        return self.namespaces.have_grown() or bool(self._moved(self.python.take()))
+
+    def holds_new(self) -> bool:
+        """Whether the run under way has put anything but plain values into Python."""
+        moved = self._moved(self.python.take())
+        return self.namespaces.have_grown() or not all(map(is_plain, moved.values()))
 
     def note(self, *, captured: bool = False) -> None:
         """A run is over: count the slots that it has changed. Slots that only captures change are
@@ -389,7 +514,20 @@ class _Moves:
         for at in moved:
             if not captured or self._counts[at]:
                 self._counts[at] += 2 if self.is_captured else 1
-        self.has_moved |= bool(moved)
+        self.has_moved |= bool(moved) or self.namespaces.have_grown()
+
+    def note_capture(self, kind: Hashable, *, is_tried: bool) -> None:
+        """A capture of this mode and kind is over."""
+        moved = self._moved(self.python.take())
+        if not is_tried:
+            known = self.of_captures.get(kind)
+            self.of_captures[kind] = frozenset(moved) if known is None else known & moved.keys()
+        self.is_new = (
+            self.namespaces.have_grown()
+            or not moved.keys() <= self.of_captures.get(kind, frozenset())
+            or any(map(self.is_in_graphs, tree.tensors([*moved.values()])))
+        )
+        self.note(captured=True)
 
     def note_made(self, watch: Watch, reads: ReadSet) -> dict[int, tuple[str, OwnMemory]]:
         """The memory that a run made and left in Python, if it computed that from its inputs or

@@ -61,9 +61,12 @@ class CaptureGuard(ThreadMode):
         constants: Constants | None,
         owns: Callable[[torch.Tensor], bool],
         rules: Mapping[str, tuple[OperatorRule, ...]],
+        *,
+        is_watched: bool = True,
     ) -> None:
         """`owns` says whether a tensor's memory is of the pool, which graphs of all sizes share:
-        when this graph is replayed, another one may have written there."""
+        when this graph is replayed, another one may have written there. With `is_watched` eager
+        parts are, for tensors that leave or enter them by side doors."""
         super().__init__()  # type: ignore[no-untyped-call]
         # None once the capture is over, so that neither keeps the other alive.
         self.recorder: Recording | None = recorder
@@ -73,6 +76,7 @@ class CaptureGuard(ThreadMode):
         # Whether tensors may leave an eager part by a side door, as only captures in pieces have
         # eager parts.
         self._in_pieces = recorder.breakable or bool(breaks)
+        self.is_watched = is_watched
         self._check_host = check_host
         self.constants = constants
         self.owns = owns
@@ -328,13 +332,16 @@ class SideDoors:
                 return function(*args, **kwargs)
         if guard is None:  # in a capture `run_eagerly` has called it
             refuse_transform(function)
-        memory = _memory_of(tree.tensors(args, kwargs))
-        undo.set(in_eager_part, frozenset(memory))
         # Autocast keeps casts of weights. Without this line a part would read a cast that the graph
         # has made, or the graph one of the part; at a replay each makes its own.
         torch.clear_autocast_cache()
-        watch = _PartWatch(self, name_of(function), memory, guard)
-        result = watch.around(partial(function, *args, **kwargs))
+        if guard is None or guard.is_watched or guard.copies:
+            memory = _memory_of(tree.tensors(args, kwargs))
+            undo.set(in_eager_part, frozenset(memory))
+            watch = _PartWatch(self, name_of(function), memory, guard)
+            result = watch.around(partial(function, *args, **kwargs))
+        else:
+            result = function(*args, **kwargs)
         torch.clear_autocast_cache()
         return result
 

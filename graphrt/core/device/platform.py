@@ -130,6 +130,10 @@ class Platform(ABC):
         False says that nothing was recorded: `graph` is dropped then, and no step replays it.
         """
 
+    def upload(self, graph: DeviceGraph) -> None:
+        """Prepare a captured graph for its first replay, where the capture is not replayed."""
+        return None
+
     @abstractmethod
     def abort_capture(self, graph: Any) -> None:
         """Drop a capture that failed, or whose begin or end raised; leaves no trace.

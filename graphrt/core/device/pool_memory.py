@@ -164,8 +164,8 @@ class PoolMemory:
         return _Routing(self, self._allocator, self.handle())
 
     def owns(self, address: int, *, grows: bool = True) -> bool:
-        """Whether an address is in the pool; to be asked while a graph keeps the pool alive. `grows`
-        says that a capture may be under way in it.
+        """Whether an address is in the pool; to be asked while a graph keeps the pool alive. While
+        it `grows` a capture may be under way in it.
 
         Ranges of a living pool never go away, so only a miss needs the allocator, and that once
         after each capture: it takes 20 us. The host's own captures are seen by nobody.

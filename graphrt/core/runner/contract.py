@@ -79,10 +79,34 @@ class RunWatch:
         return calls()()
 
     def capture(
-        self, mode: GraphMode, descriptor: BatchDescriptor, call: Callable[[], T], *, in_one: bool
+        self,
+        mode: GraphMode,
+        descriptor: BatchDescriptor,
+        call: Callable[[], T],
+        *,
+        in_one: bool,
+        is_tried: bool = False,
     ) -> T:
-        """Capture a forward, as one graph (`in_one`) or as pieces."""
+        """Capture a forward, as one graph (`in_one`) or as pieces. It `is_tried` where no
+        warm-up of its size came before."""
         return call()
+
+    def before_replay(self, is_last: bool) -> bool:
+        """A capture is about to replay a segment, the last one if `is_last`; returns whether that
+        is needed. The last one's is if the capture left tensors in Python, as far as is known."""
+        return True
+
+    def contradicts(self) -> bool:
+        """Whether the capture that was just tried did what its kind's warm-up did not, as a first
+        call does: then it has to be warmed up."""
+        return False
+
+    def has_changed(self) -> bool:
+        """Whether the capture that was just tried, and has failed, changed anything in Python."""
+        return False
+
+    def take_back(self) -> None:
+        """Put back what a capture that was tried has changed in Python."""
 
     def restore(self) -> None:
         """Put back the state that the last run has changed; it may be called again. The first

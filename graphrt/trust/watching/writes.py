@@ -20,6 +20,8 @@ from graphrt.core.base.torch_names import include_key
 from graphrt.core.capture import operators
 from graphrt.core.capture.operators import OperatorFacts, facts_of
 from graphrt.core.capture.state import too_large
+from graphrt.core.device.contract import FirstCallError
+from graphrt.core.replay.recording import current_capture
 from graphrt.trust.compare import difference
 from graphrt.trust.watching.rows import ROWS, WHOLE, Index, Rows, indices_of
 
@@ -398,7 +400,13 @@ class WriteWatch:
     """
 
     def __init__(
-        self, known: Collection[int], saves: SavedWrites, shown: SavedWrites, tokens: int
+        self,
+        known: Collection[int],
+        saves: SavedWrites,
+        shown: SavedWrites,
+        tokens: int,
+        *,
+        records: bool = False,
     ) -> None:
         self._known = known
         self._saves = saves
@@ -407,6 +415,9 @@ class WriteWatch:
         self._tokens = tokens
         self.written: set[int] = set()
         """The keys of the `known` memory that the run has written."""
+        # Whether graphs record operators and run none: what they write is saved by `save_recorded`.
+        self._records = records
+        self._recorded: list[tuple[torch.Tensor, OperatorFacts, Sequence[Any], str]] = []
 
     @undoing
     def around(self, undo: Undo, function: Callable[[], T]) -> T:
@@ -425,8 +436,23 @@ class WriteWatch:
             self.written.add(key)
             is_shown = facts.name in ROWS and (key, facts.name) in self._shown
             if not is_shown or indices_of(args) != self._tokens:
-                use = f"{tensor.dtype} {tuple(tensor.shape)}"
-                self._saves.save(tensor, facts, args, use)
+                call = tensor, facts, args, f"{tensor.dtype} {tuple(tensor.shape)}"
+                if self._records and current_capture() is not None:
+                    self._recorded.append(call)
+                else:
+                    self._saves.save(*call)
+
+    def save_recorded(self, owned: Callable[[torch.Tensor], bool]) -> None:
+        """Before a graph is replayed that was recorded: save what it writes. Raises
+        `FirstCallError` where row numbers are in memory of graphs, which is `owned`: they are known
+        only by a run."""
+        while self._recorded:
+            tensor, facts, args, use = self._recorded.pop(0)
+            if any(not each.is_floating_point() and owned(each) for each in tree.tensors(args)):
+                raise FirstCallError(
+                    "which rows this size writes is known only by a warm-up", got=use
+                )
+            self._saves.save(tensor, facts, args, use)
 
 
 _watch: ContextVar[WriteWatch | None] = ContextVar("graphrt_write_watch", default=None)
