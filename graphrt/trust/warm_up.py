@@ -3,10 +3,11 @@ which is put back after each run without being declared."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
+from types import FunctionType
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -27,8 +28,17 @@ from graphrt.core.capture.guard import SideDoors, side_doors
 from graphrt.core.capture.operators import facts_of
 from graphrt.core.replay.recording import drawn_from
 from graphrt.core.runner.contract import Calls, RunWatch, Values
-from graphrt.trust.places.slots import CONTENTS, ITEM, MISSING, Place
-from graphrt.trust.places.walk import Keyed, Places, with_keys
+from graphrt.trust.places.libraries import is_library_class
+from graphrt.trust.places.slots import (
+    CLASS_ATTRIBUTE,
+    CONTENTS,
+    ITEM,
+    MISSING,
+    Place,
+    Way,
+    namespace_of,
+)
+from graphrt.trust.places.walk import LRU_CACHE, Keyed, Places, cached_results, with_keys
 from graphrt.trust.reads import ReadSet
 from graphrt.trust.snapshot import MEMORY, PythonState, StateSnapshot, is_plain, put_back
 from graphrt.trust.watching.padding import PaddingRows
@@ -275,6 +285,11 @@ class WatchedState(RunWatch):
             self._tried.save_recorded(self.is_in_graphs)
         return True
 
+    def may_try(self) -> bool:
+        # A single result cannot be taken out of a cache of functools; and a size alone may put a
+        # tensor there.
+        return self._moves is None or not self._moves.namespaces.cached()
+
     def contradicts(self) -> bool:
         moves, tried = self._moves, self._tried
         if moves is None or tried is None:
@@ -394,27 +409,48 @@ _Key: TypeAlias = tuple[int, str]
 
 
 class _Namespaces:
-    """The attributes, items and globals that a forward's objects have: new ones are in no slot."""
+    """What a forward's objects, tensors, classes and modules have by names, and how much is in its
+    caches of functools: a new name, or result, is in no slot."""
 
     def __init__(self, places: Places) -> None:
-        held = [*map(itemgetter(1), places.outline)]
-        held += [globals_of for globals_of, *_ in places.named.values()]
-        self._dicts = [*{id(each): each for each in held if isinstance(each, dict)}.values()]
+        held = [*map(itemgetter(1), (*places.slots, *places.code, *places.outline))]
+        dicts = [each for each in held if isinstance(each, dict)]
+        dicts += [globals_of for globals_of, *_ in places.named.values()]
+        dicts += [function.__dict__ for function in held if type(function) is FunctionType]
+        dicts += [each.__dict__ for _, each in places.tensors if type(each) in tree.BARE]
+        names: dict[int, tuple[Way, Any, Mapping[Any, Any]]] = {
+            id(each): (ITEM, each, each) for each in dicts
+        }
+        classes = [each for each in held if isinstance(each, type) and not is_library_class(each)]
+        names |= {id(each): (CLASS_ATTRIBUTE, each, namespace_of(each)) for each in classes}
+        # How each is written, its holder, and its names.
+        self._names = [*names.values()]
+        caches = {id(each): each for each in held if isinstance(each, LRU_CACHE)}
+        self._caches = [*caches.values()]
         self.begin()
 
     def begin(self) -> None:
         """A run begins."""
-        self._sizes = [*map(dict.__len__, self._dicts)]
+        self._sizes = [len(names) for *_, names in self._names]
+        self._cached = self.cached()
+
+    def cached(self) -> list[Any]:
+        """The caches that hold tensors."""
+        return [each for each in self._caches if tree.tensors(cached_results(each))]
 
     def have_grown(self) -> bool:
-        """Whether the run has made or deleted any."""
-        return [*map(dict.__len__, self._dicts)] != self._sizes
+        """Whether the run has made or deleted a name, or put the first tensor into a cache."""
+        sizes = [len(names) for *_, names in self._names]
+        return sizes != self._sizes or len(self.cached()) > len(self._cached)
 
     def take_back(self) -> None:
         """Delete what the run has made: a dict has new keys at its end."""
-        for held, size in zip(self._dicts, self._sizes, strict=True):
-            for key in [*dict.__iter__(held)][size:]:
-                put_back(Place(None, "", ITEM, held, key), MISSING)
+        for (way, holder, names), size in zip(self._names, self._sizes, strict=True):
+            for key in [*names][size:]:
+                put_back(Place(None, "", way, holder, key), MISSING)
+        for cache in self.cached():
+            if cache not in self._cached:
+                cache.cache_clear()
 
 
 @dataclass

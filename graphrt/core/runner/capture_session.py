@@ -382,7 +382,8 @@ class RunnerCapture:
         kind, nor after too many failures of that."""
         kind, tokens = (graph.mode, graph.descriptor.kind), graph.descriptor.num_tokens
         largest, failures = self._warmed.setdefault(kind, (tokens, 0))
-        return self._tries and tokens < largest and failures < _MOST_FAILURES
+        is_known = tokens < largest and failures < _MOST_FAILURES
+        return self._tries and is_known and self._state.may_try()
 
     def _warmed_up(self, graph: graph_table.PreparedStep) -> float:
         """Warm a graph up, and note what that tells its capture; returns the seconds it took."""

@@ -96,6 +96,10 @@ class RunWatch:
         is needed. The last one's is if the capture left tensors in Python, as far as is known."""
         return True
 
+    def may_try(self) -> bool:
+        """Whether the next capture may be tried: it can be taken back in Python."""
+        return True
+
     def contradicts(self) -> bool:
         """Whether the capture that was just tried did what its kind's warm-up did not, as a first
         call does: then it has to be warmed up."""
