@@ -95,9 +95,11 @@ class WatchedState(RunWatch):
         # Keys of the memory that every run writes, so that it is no table that the first run fills:
         # a kind's second watched run wrote it too, or was not needed.
         self._steady: set[int] = set()
-        # Watches the capture that is tried, or was last; and whether runs had drawn before it.
+        # Watches the capture that is tried, or was last; and what `may_draw` said last.
         self._tried: WriteWatch | None = None
         self._had_drawn = False
+        # Whether anything has run since the state was put back.
+        self._has_run = False
 
     @undoing
     def run(self, undo: Undo, kind: Hashable, tokens: int, inputs: Values, calls: Calls[T]) -> T:
@@ -109,6 +111,7 @@ class WatchedState(RunWatch):
         Raises `StateTooLargeError` if it writes what can be neither saved nor left, and
         `RefusedOpError` if it writes an input that has no batch axis.
         """
+        self._has_run = True
         if not self.reads.watched:
             return calls()()
         moves = self._moves or self._begin()
@@ -235,6 +238,7 @@ class WatchedState(RunWatch):
         self, undo: Undo, moves: _Moves, inputs: frozenset[int], calls: Calls[T]
     ) -> tuple[Watch, T]:
         """Make one run under a new watch; returns the watch and the run's result."""
+        self._has_run = True
         doors = side_doors.get()
         if self.has_parts and doors is not None:
             undo.set(side_doors, _NotedParts(doors, moves))
@@ -259,11 +263,12 @@ class WatchedState(RunWatch):
         takes some microseconds an operator. If it `is_tried`, its writes are watched."""
         undo.set(drawn_from, self.reads.drawn.values())
         moves, self._tried = self._moves, None
+        # Where it only records, nothing has to be put back.
+        self._has_run |= self.capture_executes or not in_one or mode is GraphMode.PIECEWISE
         if moves is not None and moves.namespaces.have_grown():
             moves.look_again(self.reads.walk())
         if is_tried and moves is not None:
             moves.begin(self.reads)
-            self._had_drawn = self.may_draw()
             records = not self.capture_executes
             self._tried = self._write_watch(moves, descriptor.num_tokens, records=records)
             call = partial(self._tried.around, call)
@@ -283,6 +288,7 @@ class WatchedState(RunWatch):
             return False
         if self._tried is not None:
             self._tried.save_recorded(self.is_in_graphs)
+        self._has_run = True
         return True
 
     def may_try(self) -> bool:
@@ -295,7 +301,7 @@ class WatchedState(RunWatch):
         if moves is None or tried is None:
             return False
         is_table = moves.has_moved and not tried.written <= self._steady
-        return is_table or moves.is_new or (self.may_draw() and not self._had_drawn)
+        return is_table or moves.is_new or (not self._had_drawn and self.may_draw())
 
     def has_changed(self) -> bool:
         return self._moves is not None and self._moves.has_changed()
@@ -308,13 +314,18 @@ class WatchedState(RunWatch):
         """Put back declared state, and memory that runs wrote."""
         if self._moves is not None:
             self._moves.restore_memory()
+        if not self._has_run:
+            return
         self._writes_of_size.restore()
         self.snapshot.restore_memory()
+        self._has_run = False
 
     def may_draw(self) -> bool:
         # Only watched warm-ups note the forward's own generators.
         generators = self.snapshot.generators
-        return not self.reads.watched or generators.have_drawn(generators.take())
+        drawn = not self.reads.watched or generators.have_drawn(generators.take())
+        self._had_drawn = drawn
+        return drawn
 
     def reads_host_memory(self) -> bool:
         return self.reads.are_on_host()
@@ -541,20 +552,22 @@ class _Moves:
         moved = self._moved(self.python.take())
         return self.namespaces.have_grown() or not all(map(is_plain, moved.values()))
 
-    def note(self, *, captured: bool = False) -> None:
-        """A run is over: count the slots that it has changed. Slots that only captures change are
-        the platform's, or those of a hook around a graph, and are not counted."""
+    def note(self, now: Sequence[Any] | None = None) -> None:
+        """A run is over, or a capture, after which the values are those of `now`: count the slots
+        that it has changed. Slots that only captures change are the platform's, or those of a hook
+        around a graph, and are not counted."""
         last, self._before_run = self._last, (self._last, [*self._counts])
-        self._last = self.python.take()
+        self._last = self.python.take() if now is None else now
         moved = self.python.moved_slots(last, self._last)
         for at in moved:
-            if not captured or self._counts[at]:
+            if now is None or self._counts[at]:
                 self._counts[at] += 2 if self.is_captured else 1
         self.has_moved |= bool(moved) or self.namespaces.have_grown()
 
     def note_capture(self, kind: Hashable, *, is_tried: bool) -> None:
         """A capture of this mode and kind is over."""
-        moved = self._moved(self.python.take())
+        now = self.python.take()
+        moved = self._moved(now)
         if not is_tried:
             known = self.of_captures.get(kind)
             self.of_captures[kind] = frozenset(moved) if known is None else known & moved.keys()
@@ -563,7 +576,7 @@ class _Moves:
             or not moved.keys() <= self.of_captures.get(kind, frozenset())
             or any(map(self.is_in_graphs, tree.tensors([*moved.values()])))
         )
-        self.note(captured=True)
+        self.note(now)
 
     def note_made(self, watch: Watch, reads: ReadSet) -> dict[int, tuple[str, OwnMemory]]:
         """The memory that a run made and left in Python, if it computed that from its inputs or
