@@ -11,7 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from graphrt import GraphOptions, GraphRunner, Host, InputSpec, eager_break
+from graphrt import (
+    GraphOptions,
+    GraphPool,
+    GraphRunner,
+    Host,
+    InputSpec,
+    KeyedGraphs,
+    eager_break,
+)
 from graphrt.core.base.errors import (
     CaptureError,
     CaptureSyncError,
@@ -447,6 +455,18 @@ def test_at_off_nothing_tells_what_a_capture_leaves_so_it_is_replayed():
     platform = Recording()
     runner_of(lambda x: x * 2, platform, check="off").capture()
     assert (CountedGraph.replays, platform.uploads) == (len(SIZES), 0)
+
+
+@pytest.mark.parametrize("uses_results", [True, False])
+def test_a_host_that_uses_no_results_says_so_for_its_session(uses_results):
+    platform = Recording()
+    x, pool = torch.ones(2, WIDTH), GraphPool(platform)
+    graphs = KeyedGraphs(pool)
+    with pool.capture_session(uses_results=uses_results):
+        graphs.capture("in it", lambda: x * 2)
+    assert (CountedGraph.replays, platform.uploads) == ((1, 0) if uses_results else (0, 1))
+    graphs.capture("after it", lambda: x * 2)
+    assert CountedGraph.replays == 1 + uses_results
 
 
 # The second watched run ---------------------------------------------------------------------------

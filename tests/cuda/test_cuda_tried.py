@@ -103,12 +103,12 @@ def test_tables_that_captures_make_are_made_by_warm_ups_then():
 
 
 def test_a_failed_attempt_gives_its_memory_back():
-    failed: set[int] = set()
+    # Not taken back with the rest: no walk knows how far an iterator is.
+    fails = iter([True])
 
     def forward(x):
         hidden = (x @ x.T).repeat(64, 64) + 1
-        if len(x) == 4 and len(x) not in failed and current_capture() is not None:
-            failed.add(len(x))
+        if len(x) == 4 and current_capture() is not None and next(fails, False):
             torch.cuda.synchronize()
         return x + hidden.sum()
 
@@ -122,12 +122,11 @@ def test_a_failed_attempt_gives_its_memory_back():
 
 
 def test_draws_of_a_device_graph_go_on_after_a_failed_attempt():
-    failed: set[int] = set()
+    fails = iter([True])
 
     def forward(x):
         noise = torch.rand_like(x)
-        if len(x) == 4 and len(x) not in failed and current_capture() is not None:
-            failed.add(len(x))
+        if len(x) == 4 and current_capture() is not None and next(fails, False):
             torch.cuda.synchronize()
         return x + noise
 

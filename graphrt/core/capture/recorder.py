@@ -408,13 +408,19 @@ class Recorder:
         self._open = None
         if not recorded or platform.capture_executes:
             return
-        replays = None if self.context.capture is None else self.context.capture.replays
-        if replays is None or replays(is_last):
+        if self._is_replayed(is_last=is_last):
             # A capturing call has the effect of an eager call, and later parts read its results. As
             # at a step, no dispatch mode of the caller sees the operators of a replay.
             outside_modes(segment.replay)
         else:
             platform.upload(graph)
+
+    def _is_replayed(self, *, is_last: bool) -> bool:
+        """Whether somebody reads, at its capture, what a segment writes."""
+        transaction, is_whole = self.context.capture, self.breakable or not self.must_break
+        if transaction is not None and transaction.replays is not None:
+            return transaction.replays(is_last)
+        return not (is_last and is_whole) or self.pool.holders.uses_results
 
     def discard(self, depth: int | None = None) -> None:
         """Discard the captured parts and the open segment, and exit the dispatch modes above
