@@ -6,9 +6,10 @@ Every contestant runs in a process of its own, several times, all taking turns; 
 medians. Before the clock starts the model has run eagerly at every size, so that no kernel is
 loaded for the first time; with `--cold` only at the largest and the smallest size.
 All loops warm each size up once, but for "bare", which does so at the largest alone. They go from
-the largest size to the smallest. Seconds end when the device is idle. MiB are what the free memory of the device and torch's own memory lost and
-gained, with the allocator's cache emptied before and after. Then the graphs of the largest and of
-the smallest size must give what the eager model gives, bit for bit.
+the largest size to the smallest. Seconds end when the device is idle. MiB are what the free memory
+of the device and torch's own memory lost and gained, with the allocator's cache emptied before and
+after. Then the graphs of the largest and of the smallest size must give what the eager model gives,
+bit for bit.
 With `--next` graphrt is measured a second time, by `capture_next()`, a decode step after each call:
 when the first graph serves, how long the host is held, and what steps take meanwhile. It runs on
 the CPU too: `--device cpu --model tiny --sizes 1 8 64`.
