@@ -30,10 +30,21 @@ from graphrt import (
     current_context,
     eager_break,
 )
+from graphrt import errors as graphrt_errors
 from graphrt.core.base.errors import GraphRTError
+from graphrt.core.device.contract import Capability
+from graphrt.core.replay.recording import current_capture
+from graphrt.cpu import CpuPlatform
 from graphrt.ranks import Agreement
 
 WIDTH = 8
+
+
+class Tried(CpuPlatform):
+    """The CPU, of which a failed capture costs nothing, and which is said to run nothing in it."""
+
+    capture_executes = False
+    capabilities = CpuPlatform.capabilities | {Capability.FREE_FAILURES}
 
 
 class Model:
@@ -47,10 +58,17 @@ class Model:
         self.turn = "turn", 0
         self.dies = False
         self.sums_rows = False
+        # The tokens of a size whose first capture fails, and how.
+        self.fails_at, self.error = 0, GraphRTError
+        self.is_alone = False
         self._group, self._log, self._counts = group, log, counts
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         hidden = torch.tanh(x @ self.weight)
+        if current_capture() is not None and len(x) == self.fails_at and next(FAILS) == 0:
+            raise self.error("a first call")
+        if self.is_alone:
+            return hidden * self.scale
         if self._counts:
             name, run = self.turn
             self.turn = name, run + 1
@@ -61,6 +79,8 @@ class Model:
     def summed(self, hidden: torch.Tensor) -> torch.Tensor:
         return _sum_over_ranks(hidden, self)
 
+
+FAILS = itertools.count()
 
 COLLECTIVES = itertools.count()
 """How many this rank has made. An iterator: trials put back what else they find in Python."""
@@ -109,6 +129,9 @@ def main(
     model.sums_rows = case.get("sums_rows", False)
     plan = dict(case.get("plan", {}))
     mine = case.get("of_rank", {}).get(str(dist.get_rank()), {})
+    model.is_alone = case.get("alone", False)
+    model.fails_at = mine.get("fails_at", 0)
+    model.error = getattr(graphrt_errors, mine.get("error", "GraphRTError"))
     plan.update(mine.get("plan", {}))
     with (
         Agreement(timeout_s=case.get("timeout_s", 20.0), same=mine.get("same")) as agreement,
@@ -123,7 +146,7 @@ def main(
                 lazy=case.get("lazy", False),
             ),
             host=Host(ranks=agreement),
-            platform="cpu",
+            platform=Tried() if case.get("tried") else "cpu",
             **plan,
         ) as runner,
     ):
@@ -135,6 +158,8 @@ def main(
         except GraphRTError:
             LAST[1] = time.monotonic()
             raise
+        if case.get("tried"):
+            log += [[each.descriptor.num_tokens, each.attempts] for each in runner.report().graphs]
         reasons.update({reason.name: n for reason, n in runner.report().reasons.items() if n})
 
 

@@ -233,11 +233,17 @@ class RunnerCapture:
         # Runs warm-ups and captures of the forward, and puts its state back after each.
         self._state = graphs.checks.runs(setup)
         self._streams = StreamLedger(setup.pool.platform, setup.options.breaks)
-        # Whether further sizes of a kind are captured first, and warmed up only if that fails. A
-        # rank that warms up alone would wait for the others' collectives.
+        # The modes in which further sizes of a kind are captured first, and warmed up only if that
+        # fails. With ranks a failure is voted on, but not while others wait in the collectives of
+        # segments that have run.
         can_fail = Capability.FREE_FAILURES in setup.pool.platform.capabilities
-        can_agree = setup.host.ranks is not None or not _has_ranks()
-        self._tries = can_fail and can_agree and setup.options.warmups is None
+        tries = can_fail and setup.options.warmups is None
+        can_agree = setup.host.ranks is not None and not setup.pool.platform.capture_executes
+        self._tried = {
+            mode
+            for mode in (GraphMode.FULL, GraphMode.PIECEWISE)
+            if tries and (not _has_ranks() or (can_agree and mode is GraphMode.FULL))
+        }
         # (mode, kind) -> the tokens of its first graph, which was warmed up, and how many further
         # ones had to be.
         self._warmed: dict[Hashable, tuple[int, int]] = {}
@@ -383,7 +389,7 @@ class RunnerCapture:
         kind, tokens = (graph.mode, graph.descriptor.kind), graph.descriptor.num_tokens
         largest, failures = self._warmed.setdefault(kind, (tokens, 0))
         is_known = tokens < largest and failures < _MOST_FAILURES
-        return self._tries and is_known and self._state.may_try()
+        return graph.mode in self._tried and is_known and self._state.may_try()
 
     def _warmed_up(self, graph: graph_table.PreparedStep) -> float:
         """Warm a graph up, and note what that tells its capture; returns the seconds it took."""
@@ -454,8 +460,8 @@ class RunnerCapture:
 
         The second follows where constants have to be lifted, or another thread has ended the
         capture; and, if the first was only tried, where a first call may explain what it did.
-        Segments of pieces may have run until then, and other ranks wait in their collectives: they
-        have to agree.
+        Ranks vote on it. Segments of pieces may have run until then, and other ranks wait in their
+        collectives: after such a failure only a FULL graph has a second attempt.
         """
         try:
             self._run(graph, captures=True, is_tried=is_tried)
@@ -503,8 +509,7 @@ class RunnerCapture:
         if isinstance(error, errors.PageableCopyError):
             return self._graphs.lifting.repeat() or is_tried
         if isinstance(error, EndedCaptureError):
-            alone = self._setup.host.ranks is not None or not _has_ranks()
-            return alone or graph.mode is GraphMode.FULL
+            return graph.mode is GraphMode.FULL or not _has_ranks()
         explained = self._setup.pool.platform.explain(error)
         never = (errors.ResourceExhaustedError, errors.StreamBudgetError)
         if not is_tried or isinstance(error, never) or isinstance(explained, never):
