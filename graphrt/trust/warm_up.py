@@ -95,9 +95,8 @@ class WatchedState(RunWatch):
         # Keys of the memory that every run writes, so that it is no table that the first run fills:
         # a kind's second watched run wrote it too, or was not needed.
         self._steady: set[int] = set()
-        # Watches the capture that is tried, or was last; and what `may_draw` said last.
+        # Watches the capture that is tried, or was last.
         self._tried: WriteWatch | None = None
-        self._had_drawn = False
         # Whether anything has run since the state was put back.
         self._has_run = False
 
@@ -283,8 +282,8 @@ class WatchedState(RunWatch):
             moves.note_capture((mode, descriptor.kind), is_tried=is_tried)
         return result
 
-    def before_replay(self, is_last: bool) -> bool:
-        if is_last and self._moves is not None and not self._moves.holds_new():
+    def before_replay(self, in_one: bool, is_last: bool) -> bool:
+        if is_last and in_one and self._moves is not None and not self._moves.holds_new():
             return False
         if self._tried is not None:
             self._tried.save_recorded(self.is_in_graphs)
@@ -301,14 +300,10 @@ class WatchedState(RunWatch):
         if moves is None or tried is None:
             return False
         is_table = moves.has_moved and not tried.written <= self._steady
-        return is_table or moves.is_new or (not self._had_drawn and self.may_draw())
+        return is_table or moves.is_new
 
-    def has_changed(self) -> bool:
-        return self._moves is not None and self._moves.has_changed()
-
-    def take_back(self) -> None:
-        if self._moves is not None:
-            self._moves.take_back()
+    def take_back(self) -> bool:
+        return self._moves is not None and self._moves.take_back()
 
     def restore(self) -> None:
         """Put back declared state, and memory that runs wrote."""
@@ -323,9 +318,7 @@ class WatchedState(RunWatch):
     def may_draw(self) -> bool:
         # Only watched warm-ups note the forward's own generators.
         generators = self.snapshot.generators
-        drawn = not self.reads.watched or generators.have_drawn(generators.take())
-        self._had_drawn = drawn
-        return drawn
+        return not self.reads.watched or generators.have_drawn(generators.take())
 
     def reads_host_memory(self) -> bool:
         return self.reads.are_on_host()
@@ -535,17 +528,15 @@ class _Moves:
             for at in python.moved_slots(before, after)
         }
 
-    def take_back(self) -> None:
-        """Put back, and do not count, what the last run has changed."""
+    def take_back(self) -> bool:
+        """Put back, and do not count, what the last run has changed; returns whether it has."""
         self._last, self._counts = self._before_run
+        has_changed = self.namespaces.have_grown() or bool(self._moved(self.python.take()))
         self.namespaces.take_back()
         if self._made is not None:
             self._made.restore(self._made_before)
         self.python.restore(self._last)
-
-    def has_changed(self) -> bool:
-        """Whether anything has changed since a run began."""
-        return self.namespaces.have_grown() or bool(self._moved(self.python.take()))
+        return has_changed
 
     def holds_new(self) -> bool:
         """Whether the run under way has put anything but plain values into Python."""

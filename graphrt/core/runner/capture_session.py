@@ -39,7 +39,6 @@ from graphrt.core.plan.sizes import CaptureKey
 from graphrt.core.replay.recording import enter_under_way, freeze_garbage, warming_up
 from graphrt.core.replay.tasks import WORST_CASE
 from graphrt.core.runner import graph_table
-from graphrt.core.runner.contract import RunWatch
 from graphrt.core.runner.executor import StepExecutor
 from graphrt.core.runner.host import Phase
 from graphrt.core.runner.streams import StreamLedger, WorkCount
@@ -247,6 +246,8 @@ class RunnerCapture:
         # (mode, kind) -> the tokens of its first graph, which was warmed up, and how many further
         # ones had to be.
         self._warmed: dict[Hashable, tuple[int, int]] = {}
+        # The seconds of the warm-ups of the graph under way.
+        self._warm_up_s = 0.0
         # Notes which tensors eager parts have made. Only PIECEWISE captures ask for it; to watch an
         # operator takes longer than a small operator does.
         watches = setup.plan.mode.has_piecewise and setup.options.checks("capture")
@@ -360,14 +361,15 @@ class RunnerCapture:
             # After a release the pool holds memory still: it counts for the first graph.
             before = 0
         self._streams.check(graph)
-        is_tried, warm_up_s = self._is_tried(graph), 0.0
+        self._warm_up_s = 0.0
+        is_tried = self._is_tried(graph)
         if is_tried:
             self._expect(graph, None)
         else:
-            warm_up_s = self._warmed_up(graph)
+            self._warm_up_first(graph)
         outside = pool.platform.driver_bytes()
         try:
-            attempts, second_s = self._attempts(graph, is_tried=is_tried)
+            attempts = self._attempts(graph, is_tried=is_tried)
         except errors.StreamBudgetError:
             self._streams.failed(graph)
             raise
@@ -378,7 +380,7 @@ class RunnerCapture:
             _growth(before, pool.bytes()),
             _growth(outside, pool.platform.driver_bytes()),
             self._streams.took(graph),
-            warm_up_s + second_s,
+            self._warm_up_s,
             started,
             attempts=attempts,
         )
@@ -391,8 +393,8 @@ class RunnerCapture:
         is_known = tokens < largest and failures < _MOST_FAILURES
         return graph.mode in self._tried and is_known and self._state.may_try()
 
-    def _warmed_up(self, graph: graph_table.PreparedStep) -> float:
-        """Warm a graph up, and note what that tells its capture; returns the seconds it took."""
+    def _warm_up_first(self, graph: graph_table.PreparedStep) -> None:
+        """Warm a graph up, and note what that tells its capture."""
         pool, began = self._setup.pool, time.perf_counter()
         work, has_room = None, True
         try:
@@ -405,7 +407,7 @@ class RunnerCapture:
         if not has_room:  # not from above: an error that is handled keeps the memory of its run
             work = self._warm_up_in_pool(graph)
         self._expect(graph, work)
-        return time.perf_counter() - began
+        self._warm_up_s = time.perf_counter() - began
 
     def _expect(self, graph: graph_table.PreparedStep, work: GraphWork | None) -> None:
         """Note, for the next attempt, what warm-ups have told so far."""
@@ -454,9 +456,8 @@ class RunnerCapture:
         undo.enter(platform.allocate_in(pool.memory))
         return self._warm_up(graph)
 
-    def _attempts(self, graph: graph_table.PreparedStep, *, is_tried: bool) -> tuple[int, float]:
-        """Capture a graph, in two attempts at most; returns how many it took, and the seconds of a
-        warm-up between them.
+    def _attempts(self, graph: graph_table.PreparedStep, *, is_tried: bool) -> int:
+        """Capture a graph, in two attempts at most; returns how many it took.
 
         The second follows where constants have to be lifted, or another thread has ended the
         capture; and, if the first was only tried, where a first call may explain what it did.
@@ -465,11 +466,14 @@ class RunnerCapture:
         """
         try:
             self._run(graph, captures=True, is_tried=is_tried)
-            is_doubtful = is_tried and self._state.contradicts()
+            # Draws on the host are looked for only where a warm-up has shown some.
+            draws = self._state.may_draw() and not graph.transaction.may_draw
+            is_doubtful = is_tried and (draws or self._state.contradicts())
         except Exception as error:
-            if not self._agreed(graph, self._may_repeat(graph, error, is_tried) or None):
+            is_doubtful = self._may_repeat(graph, error, is_tried)
+            if not self._agreed(graph, is_doubtful or None):
                 raise
-            is_doubtful = again = True
+            again = True
         else:
             again = self._agreed(graph, is_doubtful)
         if not again and is_doubtful:
@@ -478,23 +482,22 @@ class RunnerCapture:
                 advice="look at the log of that rank first",
             )
         if not again:
-            return 1, 0.0
+            return 1
         # Not from above: while an error is handled it keeps the memory of its capture.
         graph.transaction.rollback()
-        seconds = 0.0
         if is_tried:
             self._state.take_back()
             kind = graph.mode, graph.descriptor.kind
             largest, failures = self._warmed[kind]
             self._warmed[kind] = largest, failures + 1
-            seconds = self._warmed_up(graph)
+            self._warm_up_first(graph)
         try:
             self._run(graph, captures=True)
         except Exception:
             self._agreed(graph, None)
             raise
         self._agreed(graph, False)
-        return 2, seconds
+        return 2
 
     def _agreed(self, graph: graph_table.PreparedStep, again: bool | None) -> bool:
         """Whether to make another attempt: with ranks, whether one of them wants that, and none has
@@ -505,7 +508,9 @@ class RunnerCapture:
     def _may_repeat(
         self, graph: graph_table.PreparedStep, error: Exception, is_tried: bool
     ) -> bool:
-        """Whether the first attempt at a capture may succeed if it is repeated."""
+        """Whether the first attempt at a capture may succeed if it is repeated. One that was tried
+        is taken back in Python."""
+        has_changed = is_tried and self._state.take_back()
         if isinstance(error, errors.PageableCopyError):
             return self._graphs.lifting.repeat() or is_tried
         if isinstance(error, EndedCaptureError):
@@ -517,7 +522,7 @@ class RunnerCapture:
         # What the forward itself raises is raised by its warm-up too, which says that all is
         # padding. A refusal stays one, unless a first call made what is refused.
         first = isinstance(error, errors.CaptureSyncError | FirstCallError)
-        return first or not isinstance(error, errors.GraphRTError) or self._state.has_changed()
+        return first or not isinstance(error, errors.GraphRTError) or has_changed
 
     @undoing
     def _run(
@@ -575,7 +580,7 @@ class RunnerCapture:
         with context:
             if captures:
                 in_one = graph.wrapper is not None
-                graph.transaction.replays = partial(_replays, state, in_one)
+                graph.transaction.replays = partial(state.before_replay, in_one)
                 outputs = state.capture(
                     graph.mode, graph.descriptor, calls(), in_one=in_one, is_tried=is_tried
                 )
@@ -610,12 +615,6 @@ class RunnerCapture:
         # errors: restore again.
         undo.after_error(self._state.restore)
         self._run(graph_table.PreparedStep(self._graphs, GraphMode.NONE, rows))
-
-
-def _replays(state: RunWatch, in_one: bool, is_last: bool) -> bool:
-    """Whether a capture replays a segment. Nobody uses what a session's capture returns: if it is
-    `in_one`, and no piece of others, the last segment need not be."""
-    return state.before_replay(is_last and in_one) or not (is_last and in_one)
 
 
 def _has_ranks() -> bool:

@@ -91,9 +91,10 @@ class RunWatch:
         warm-up of its size came before."""
         return call()
 
-    def before_replay(self, is_last: bool) -> bool:
+    def before_replay(self, in_one: bool, is_last: bool) -> bool:
         """A capture is about to replay a segment, the last one if `is_last`; returns whether that
-        is needed. The last one's is if the capture left tensors in Python, as far as is known."""
+        is needed. Nobody uses what a session's capture returns: the last segment of one that is
+        `in_one` is read only if that left tensors in Python, as far as is known."""
         return True
 
     def may_try(self) -> bool:
@@ -105,12 +106,10 @@ class RunWatch:
         call does: then it has to be warmed up."""
         return False
 
-    def has_changed(self) -> bool:
-        """Whether the capture that was just tried, and has failed, changed anything in Python."""
+    def take_back(self) -> bool:
+        """Put back what a capture that was tried has changed in Python; returns whether it had
+        changed anything."""
         return False
-
-    def take_back(self) -> None:
-        """Put back what a capture that was tried has changed in Python."""
 
     def restore(self) -> None:
         """Put back the state that the last run has changed; it may be called again. The first
