@@ -187,14 +187,14 @@ def tried(**of_ranks: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_capture_that_fails_on_a_single_rank_is_repeated_on_all() -> None:
-    fails = {"fails_at": 4, "error": "CaptureSyncError"}
+    fails = {"fails_at": (4, "CaptureSyncError")}
     by_rank = launch(tried(rank_1=fails) | {"steps": 20}, 2)
     assert_same(by_rank)
     assert by_rank[0]["log"] == [[8, 1], [4, 2], [2, 1], [1, 1]]
 
 
 def test_a_capture_that_no_rank_may_repeat_ends_after_one_attempt() -> None:
-    fails = {"fails_at": 4, "error": "RefusedOpError"}
+    fails = {"fails_at": (4, "RefusedOpError")}
     by_rank = launch(tried(rank_0=fails, rank_1=fails) | {"steps": 0}, 2)
     assert [seen["error"] for seen in by_rank.values()] == ["RefusedOpError"] * 2
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from graphrt import (
     Batch,
+    BatchDescriptor,
     GraphMode,
     GraphOptions,
     GraphRunner,
@@ -29,11 +30,10 @@ from graphrt import (
     Reason,
     current_context,
     eager_break,
+    errors,
 )
-from graphrt import errors as graphrt_errors
 from graphrt.core.base.errors import GraphRTError
 from graphrt.core.device.contract import Capability
-from graphrt.core.replay.recording import current_capture
 from graphrt.cpu import CpuPlatform
 from graphrt.ranks import Agreement
 
@@ -47,6 +47,18 @@ class Tried(CpuPlatform):
     capabilities = CpuPlatform.capabilities | {Capability.FREE_FAILURES}
 
 
+class FirstCalls:
+    """A `Host(bind=)` that lets the first capture of a size fail."""
+
+    def __init__(self, fails_at: int = 0, error: str = "") -> None:
+        self._fails_at, self._error = fails_at, error
+
+    def __call__(self, buffers: Any, descriptor: BatchDescriptor, phase: str) -> None:
+        if phase == "capture" and descriptor.num_tokens == self._fails_at:
+            self._fails_at = 0
+            raise getattr(errors, self._error)("a first call")
+
+
 class Model:
     """A scale per rank and layer, and a sum over ranks between two layers."""
 
@@ -58,15 +70,11 @@ class Model:
         self.turn = "turn", 0
         self.dies = False
         self.sums_rows = False
-        # The tokens of a size whose first capture fails, and how.
-        self.fails_at, self.error = 0, GraphRTError
         self.is_alone = False
         self._group, self._log, self._counts = group, log, counts
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         hidden = torch.tanh(x @ self.weight)
-        if current_capture() is not None and len(x) == self.fails_at and next(FAILS) == 0:
-            raise self.error("a first call")
         if self.is_alone:
             return hidden * self.scale
         if self._counts:
@@ -79,8 +87,6 @@ class Model:
     def summed(self, hidden: torch.Tensor) -> torch.Tensor:
         return _sum_over_ranks(hidden, self)
 
-
-FAILS = itertools.count()
 
 COLLECTIVES = itertools.count()
 """How many this rank has made. An iterator: trials put back what else they find in Python."""
@@ -127,11 +133,9 @@ def main(
     group = dist.new_group(backend="gloo")
     model = Model(group, log, counts=case.get("counts", False))
     model.sums_rows = case.get("sums_rows", False)
+    model.is_alone = case.get("alone", False)
     plan = dict(case.get("plan", {}))
     mine = case.get("of_rank", {}).get(str(dist.get_rank()), {})
-    model.is_alone = case.get("alone", False)
-    model.fails_at = mine.get("fails_at", 0)
-    model.error = getattr(graphrt_errors, mine.get("error", "GraphRTError"))
     plan.update(mine.get("plan", {}))
     with (
         Agreement(timeout_s=case.get("timeout_s", 20.0), same=mine.get("same")) as agreement,
@@ -145,7 +149,7 @@ def main(
                 check=mine.get("check", case.get("check", "capture")),
                 lazy=case.get("lazy", False),
             ),
-            host=Host(ranks=agreement),
+            host=Host(ranks=agreement, bind=FirstCalls(*mine.get("fails_at", ()))),
             platform=Tried() if case.get("tried") else "cpu",
             **plan,
         ) as runner,
