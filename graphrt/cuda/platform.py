@@ -166,6 +166,9 @@ class CudaPlatform(Platform):
         reserved = memory_stats(torch.cuda.current_device())["reserved_bytes"]["all"]
         return total - free - int(reserved["current"])
 
+    def allocations(self) -> int:
+        return int(memory_stats(current_device())["allocation"]["all"]["current"])
+
     def make_room(self) -> None:
         stats = memory_stats(current_device())
         reserved = int(stats["reserved_bytes"]["all"]["current"])

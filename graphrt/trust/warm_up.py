@@ -95,8 +95,11 @@ class WatchedState(RunWatch):
         # Keys of the memory that every run writes, so that it is no table that the first run fills:
         # a kind's second watched run wrote it too, or was not needed.
         self._steady: set[int] = set()
-        # Watches the capture that is tried, or was last.
+        # Whether the capture under way, or the last one, is tried; what watches it, if any; and
+        # the tensors that held state before it.
+        self._is_tried = False
         self._tried: WriteWatch | None = None
+        self._held_before = 0
         # Whether anything has run since the state was put back.
         self._has_run = False
 
@@ -261,16 +264,21 @@ class WatchedState(RunWatch):
         changes. Operators are noted too if its size was watched, once for each kind and mode: that
         takes some microseconds an operator. If it `is_tried`, its writes are watched."""
         undo.set(drawn_from, self.reads.drawn.values())
-        moves, self._tried = self._moves, None
+        moves, self._is_tried, self._tried = self._moves, is_tried, None
+        self._held_before = self._held()
         # Where it only records, nothing has to be put back.
         self._has_run |= self.capture_executes or not in_one or mode is GraphMode.PIECEWISE
         if moves is not None and moves.namespaces.have_grown():
             moves.look_again(self.reads.walk())
         if is_tried and moves is not None:
             moves.begin(self.reads)
-            records = not self.capture_executes
-            self._tried = self._write_watch(moves, descriptor.num_tokens, records=records)
-            call = partial(self._tried.around, call)
+            # Where nothing runs, writes matter only if every call moves something in Python: else a
+            # first call is known by what it moves there.
+            runs = self.capture_executes or not in_one or mode is GraphMode.PIECEWISE
+            if runs or moves.of_captures.get((mode, descriptor.kind)):
+                records = not self.capture_executes
+                self._tried = self._write_watch(moves, descriptor.num_tokens, records=records)
+                call = partial(self._tried.around, call)
         largest = self.warmed_up.get(descriptor.kind)
         if largest is None or largest.tokens != descriptor.num_tokens or mode in largest.captured:
             result = call()
@@ -283,12 +291,22 @@ class WatchedState(RunWatch):
         return result
 
     def before_replay(self, in_one: bool, is_last: bool) -> bool:
-        if is_last and in_one and self._moves is not None and not self._moves.holds_new():
-            return False
+        if is_last and in_one and self._moves is not None:
+            # What holds something new and is not watched contradicts its warm-up anyway.
+            is_unwatched = self._is_tried and self._tried is None
+            if is_unwatched or not self._moves.holds_new():
+                return False
         if self._tried is not None:
             self._tried.save_recorded(self.is_in_graphs)
         self._has_run = True
         return True
+
+    def copies(self) -> int:
+        return self._held() - self._held_before
+
+    def _held(self) -> int:
+        regions = self._writes_of_size.regions
+        return len(tree.tensors([(each.was, each.rows.at) for each in regions]))
 
     def may_try(self) -> bool:
         # A single result cannot be taken out of a cache of functools; and a size alone may put a
@@ -298,9 +316,9 @@ class WatchedState(RunWatch):
     def contradicts(self) -> bool:
         moves, tried = self._moves, self._tried
         if moves is None or tried is None:
-            return False
+            return moves is not None and moves.is_new
         is_table = moves.has_moved and not tried.written <= self._steady
-        return is_table or moves.is_new
+        return is_table or moves.is_new or tried.is_inexact
 
     def take_back(self) -> bool:
         return self._moves is not None and self._moves.take_back()
@@ -315,7 +333,7 @@ class WatchedState(RunWatch):
         self.snapshot.restore_memory()
         self._has_run = False
 
-    def may_draw(self) -> bool:
+    def may_draw(self, *, is_tried: bool = False) -> bool:
         # Only watched warm-ups note the forward's own generators.
         generators = self.snapshot.generators
         return not self.reads.watched or generators.have_drawn(generators.take())

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import queue
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +20,7 @@ from graphrt import (
     Host,
     InputSpec,
     KeyedGraphs,
+    current_context,
     eager_break,
 )
 from graphrt.core.base.errors import (
@@ -25,6 +28,7 @@ from graphrt.core.base.errors import (
     CaptureSyncError,
     RefusedOpError,
     ResourceExhaustedError,
+    SideDoorError,
 )
 from graphrt.core.device.contract import Capability, FirstCallError
 from graphrt.core.replay.recording import current_capture
@@ -409,6 +413,91 @@ def test_state_that_one_smaller_size_alone_writes_is_put_back(mode, records):
     x = torch.ones(4, WIDTH)
     assert torch.equal(runner(x=x), torch.full((4, WIDTH), 4.0))
     assert torch.equal(state, torch.ones(WIDTH))
+
+
+@pytest.mark.parametrize("check", ["off", "capture"])
+def test_draws_of_one_smaller_size_alone_are_looked_for_by_a_second_attempt(check):
+    seen: list[tuple[int, bool]] = []
+
+    def forward(x):
+        context = current_context()
+        if context is not None and context.capture is not None:
+            seen.append((len(x), context.capture.may_draw))
+        if len(x) == 4:
+            torch.rand(())
+        return x * 2
+
+    runner = runner_of(forward, check=check)
+    runner.capture()
+    assert attempts_of(runner) == {2: 1, 4: 2, 6: 1, 8: 1}
+    # At `off` nothing is known of the first; elsewhere the attempt that failed is taken back.
+    first = [(4, False)] if check == "off" else []
+    assert seen == [(8, check == "off"), (6, False), *first, (4, True), (2, True)]
+
+
+class Allocating(Recording):
+    """Counts blocks: two for each graph, as of a generator, and those in `kept`."""
+
+    def __init__(self, kept: list[torch.Tensor] | deque[torch.Tensor]) -> None:
+        super().__init__()
+        self.kept = kept
+        self.graphs = 0
+
+    def end_capture(self, graph: Any) -> bool:
+        self.graphs += 1
+        return super().end_capture(graph)
+
+    def allocations(self) -> int:
+        return 2 * self.graphs + len(self.kept)
+
+
+def test_memory_that_a_capture_leaves_where_no_walk_looks_is_found():
+    kept: queue.Queue[torch.Tensor] = queue.Queue()
+
+    def forward(x):
+        if len(x) == 4 and not kept.qsize():
+            kept.put(x + 1)
+        return x * 2
+
+    runner = runner_of(forward, Allocating(kept.queue))
+    runner.capture()
+    assert attempts_of(runner) == {2: 1, 4: 2, 6: 1, 8: 1}
+
+
+def test_a_part_of_a_smaller_size_that_leaves_a_tensor_in_a_queue_is_refused():
+    kept: queue.Queue[torch.Tensor] = queue.Queue()
+
+    @eager_break
+    def part(x):
+        if len(x) == 4:
+            while kept.qsize():
+                kept.get()
+            kept.put(x.new_ones(1))
+        return x + 1
+
+    def forward(x):
+        return part(x + kept.queue[0] if len(x) == 4 and kept.qsize() else x)
+
+    with pytest.raises(SideDoorError, match="made again at every step"):
+        runner_of(forward, mode="PIECEWISE").capture()
+
+
+def test_a_number_that_an_operator_is_given_is_not_recorded_as_a_tensor():
+    """`0.1` as a tensor of float32 is another number beside float64."""
+    state = torch.ones((), dtype=torch.float64)
+
+    @eager_break
+    def part(x):
+        return x + 1
+
+    def forward(x):
+        return part(x) * torch.mul(state, 0.1, out=torch.empty_like(state))
+
+    runner = runner_of(forward, mode="PIECEWISE")
+    runner.capture()
+    assert set(attempts_of(runner).values()) == {1, 2}
+    x = torch.ones(4, WIDTH)
+    assert torch.equal(runner(x=x), forward(x))
 
 
 # Replays of captures ------------------------------------------------------------------------------

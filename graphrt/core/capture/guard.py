@@ -345,6 +345,11 @@ class SideDoors:
         torch.clear_autocast_cache()
         return result
 
+    def holds_new(self) -> bool:
+        """Whether memory that parts have made in the last capture is still there."""
+        made = (ref for ref, (*_, capture) in self.made.values() if capture == self._capture)
+        return not all(ref.expired() for ref in made)  # type: ignore[no-untyped-call]
+
     def settle(self) -> None:
         """After an eager part, when its results are copied: forget memory that is freed.
 

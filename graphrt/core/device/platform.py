@@ -178,6 +178,11 @@ class Platform(ABC):
         graphs live, or None. Asked for around every capture, so it must be cheap."""
         return None
 
+    def allocations(self) -> int | None:
+        """How many blocks of memory of the current device are given away; None where that cannot be
+        told. What a capture leaves somewhere in Python is found so."""
+        return None
+
     def make_room(self) -> None:
         """Give memory that an allocator keeps unused back to the device where less than that is
         free: inside of a capture it cannot, and a warm-up may just have used as much. Called before

@@ -49,6 +49,9 @@ Progress = Callable[[int, int, BatchDescriptor], None]
 _MOST_FAILURES = 2
 """After so many captures of a kind that had to be repeated, its further graphs are warmed up."""
 
+_MANY = 1 << 30
+"""More blocks than a capture leaves."""
+
 _WIDTH = 24
 """The characters of a progress bar: with the text behind it a line fits into a terminal."""
 
@@ -243,9 +246,9 @@ class RunnerCapture:
             for mode in (GraphMode.FULL, GraphMode.PIECEWISE)
             if tries and (not _has_ranks() or (can_agree and mode is GraphMode.FULL))
         }
-        # (mode, kind) -> the tokens of its first graph, which was warmed up, and how many further
-        # ones had to be.
-        self._warmed: dict[Hashable, tuple[int, int]] = {}
+        # (mode, kind) -> the tokens of its first graph, which was warmed up; how many further ones
+        # had to be; and the fewest blocks that a capture has left allocated.
+        self._warmed: dict[Hashable, tuple[int, int, int]] = {}
         # The seconds of the warm-ups of the graph under way.
         self._warm_up_s = 0.0
         # Notes which tensors eager parts have made. Only PIECEWISE captures ask for it; to watch an
@@ -364,7 +367,7 @@ class RunnerCapture:
         self._warm_up_s = 0.0
         is_tried = self._is_tried(graph)
         if is_tried:
-            self._expect(graph, None)
+            self._expect(graph, None, is_tried=True)
         else:
             self._warm_up_first(graph)
         outside = pool.platform.driver_bytes()
@@ -389,7 +392,7 @@ class RunnerCapture:
         """Whether a graph is captured without a warm-up first: not the first and largest of its
         kind, nor after too many failures of that."""
         kind, tokens = (graph.mode, graph.descriptor.kind), graph.descriptor.num_tokens
-        largest, failures = self._warmed.setdefault(kind, (tokens, 0))
+        largest, failures, _ = self._warmed.setdefault(kind, (tokens, 0, _MANY))
         is_known = tokens < largest and failures < _MOST_FAILURES
         return graph.mode in self._tried and is_known and self._state.may_try()
 
@@ -409,11 +412,17 @@ class RunnerCapture:
         self._expect(graph, work)
         self._warm_up_s = time.perf_counter() - began
 
-    def _expect(self, graph: graph_table.PreparedStep, work: GraphWork | None) -> None:
+    def _expect(
+        self,
+        graph: graph_table.PreparedStep,
+        work: GraphWork | None,
+        *,
+        is_tried: bool = False,
+    ) -> None:
         """Note, for the next attempt, what warm-ups have told so far."""
         is_cold = self._setup.options.warmups == 0
         self._graphs.lifting.expect(is_cold or self._state.reads_host_memory())
-        graph.transaction.may_draw = is_cold or self._state.may_draw()
+        graph.transaction.may_draw = is_cold or self._state.may_draw(is_tried=is_tried)
         graph.transaction.work = work
         self._streams.check(graph, work)
         with self._setup.pool.capture_lock:
@@ -464,11 +473,14 @@ class RunnerCapture:
         Ranks vote on it. Segments of pieces may have run until then, and other ranks wait in their
         collectives: after such a failure only a FULL graph has a second attempt.
         """
+        platform, kind = self._setup.pool.platform, (graph.mode, graph.descriptor.kind)
+        largest, failures, least = self._warmed[kind]
         try:
+            before = platform.allocations() or 0
             self._run(graph, captures=True, is_tried=is_tried)
-            # Draws on the host are looked for only where a warm-up has shown some.
-            draws = self._state.may_draw() and not graph.transaction.may_draw
-            is_doubtful = is_tried and (draws or self._state.contradicts())
+            left = (platform.allocations() or 0) - before - self._state.copies()
+            is_doubtful = is_tried and self._is_first_call(graph, left > least)
+            self._warmed[kind] = largest, failures, min(least, left)
         except Exception as error:
             is_doubtful = self._may_repeat(graph, error, is_tried)
             if not self._agreed(graph, is_doubtful or None):
@@ -487,9 +499,7 @@ class RunnerCapture:
         graph.transaction.rollback()
         if is_tried:
             self._state.take_back()
-            kind = graph.mode, graph.descriptor.kind
-            largest, failures = self._warmed[kind]
-            self._warmed[kind] = largest, failures + 1
+            self._warmed[kind] = largest, failures + 1, least
             self._warm_up_first(graph)
         try:
             self._run(graph, captures=True)
@@ -498,6 +508,16 @@ class RunnerCapture:
             raise
         self._agreed(graph, False)
         return 2
+
+    def _is_first_call(self, graph: graph_table.PreparedStep, has_left: bool) -> bool:
+        """Whether a capture that was tried may have done what later calls do not. If it `has_left`
+        memory, no walk through Python need find that, such as in a queue."""
+        state = self._state
+        # Draws on the host are looked for only where a run before has shown some.
+        if state.may_draw(is_tried=True) and not graph.transaction.may_draw:
+            return True
+        of_parts = self._doors is not None and self._doors.holds_new()
+        return has_left or of_parts or state.contradicts()
 
     def _agreed(self, graph: graph_table.PreparedStep, again: bool | None) -> bool:
         """Whether to make another attempt: with ranks, whether one of them wants that, and none has

@@ -415,6 +415,8 @@ class WriteWatch:
         self._tokens = tokens
         self.written: set[int] = set()
         """The keys of the `known` memory that the run has written."""
+        self.is_inexact = False
+        """Whether a graph has recorded an operator in another form than without this watch."""
         # Whether graphs record operators and run none: what they write is saved by `save_recorded`.
         self._records = records
         self._recorded: list[tuple[torch.Tensor, OperatorFacts, Sequence[Any], str]] = []
@@ -496,15 +498,18 @@ def _kernel(namespace: str, name: str, overload: str) -> Callable[..., Any]:
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
         func = getattr(getattr(getattr(torch.ops, namespace), name), overload)
+        watch, key = _watch.get(), watch_key()
         for at in _tensors_of(func):
             if at < len(args) and not isinstance(args[at], torch.Tensor):
                 # A tensor that torch made of a number arrives as a number, which `func` refuses.
+                # It is rounded otherwise beside tensors without dimensions, or of float64.
+                if watch is not None and current_capture() is not None:
+                    watch.is_inexact = True
                 number = torch.tensor(args[at], device="cpu")
                 args = (*args[:at], number, *args[at + 1 :])
         if torch_names.in_transform():
             # No tensors with memory: the transform issues the operator again on those that are.
             return func.redispatch(keys.remove(watch_key()), *args, **kwargs)
-        watch, key = _watch.get(), watch_key()
         # The schema says all that the operator writes: operators that it calls need no look.
         include_key(key, False)
         try:
