@@ -204,6 +204,7 @@ class WatchedState(RunWatch):
         if made or (watch.written() and (moves.has_moved or not watch.writes_rows_of_inputs)):
             # Run again on what the first run left: a table of indices that it filled may have held
             # anything before.
+            self._has_run = True
             memory.restore(left)
             again, result = run()
             reads.note(again)
