@@ -100,8 +100,8 @@ class WatchedState(RunWatch):
         self._is_tried = False
         self._tried: WriteWatch | None = None
         self._held_before = 0
-        # Whether anything has run since the state was put back.
-        self._has_run = False
+        # Whether the last capture has recorded only, and run nothing.
+        self._only_recorded = False
 
     @undoing
     def run(self, undo: Undo, kind: Hashable, tokens: int, inputs: Values, calls: Calls[T]) -> T:
@@ -113,7 +113,7 @@ class WatchedState(RunWatch):
         Raises `StateTooLargeError` if it writes what can be neither saved nor left, and
         `RefusedOpError` if it writes an input that has no batch axis.
         """
-        self._has_run = True
+        self._only_recorded = False
         if not self.reads.watched:
             return calls()()
         moves = self._moves or self._begin()
@@ -204,7 +204,6 @@ class WatchedState(RunWatch):
         if made or (watch.written() and (moves.has_moved or not watch.writes_rows_of_inputs)):
             # Run again on what the first run left: a table of indices that it filled may have held
             # anything before.
-            self._has_run = True
             memory.restore(left)
             again, result = run()
             reads.note(again)
@@ -241,7 +240,6 @@ class WatchedState(RunWatch):
         self, undo: Undo, moves: _Moves, inputs: frozenset[int], calls: Calls[T]
     ) -> tuple[Watch, T]:
         """Make one run under a new watch; returns the watch and the run's result."""
-        self._has_run = True
         doors = side_doors.get()
         if self.has_parts and doors is not None:
             undo.set(side_doors, _NotedParts(doors, moves))
@@ -267,8 +265,7 @@ class WatchedState(RunWatch):
         undo.set(drawn_from, self.reads.drawn.values())
         moves, self._is_tried, self._tried = self._moves, is_tried, None
         self._held_before = self._held()
-        # Where it only records, nothing has to be put back.
-        self._has_run |= self.capture_executes or not in_one or mode is GraphMode.PIECEWISE
+        self._only_recorded = not self.capture_executes and in_one and mode is GraphMode.FULL
         if moves is not None and moves.namespaces.have_grown():
             moves.look_again(self.reads.walk())
         if is_tried and moves is not None:
@@ -299,7 +296,7 @@ class WatchedState(RunWatch):
                 return False
         if self._tried is not None:
             self._tried.save_recorded(self.is_in_graphs)
-        self._has_run = True
+        self._only_recorded = False
         return True
 
     def copies(self) -> int:
@@ -328,11 +325,11 @@ class WatchedState(RunWatch):
         """Put back declared state, and memory that runs wrote."""
         if self._moves is not None:
             self._moves.restore_memory()
-        if not self._has_run:
+        was_recorded, self._only_recorded = self._only_recorded, False
+        if was_recorded:
             return
         self._writes_of_size.restore()
         self.snapshot.restore_memory()
-        self._has_run = False
 
     def may_draw(self, *, is_tried: bool = False) -> bool:
         # Only watched warm-ups note the forward's own generators.

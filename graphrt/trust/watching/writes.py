@@ -452,7 +452,9 @@ class WriteWatch:
             tensor, facts, args, use = self._recorded.pop(0)
             if any(not each.is_floating_point() and owned(each) for each in tree.tensors(args)):
                 raise FirstCallError(
-                    "which rows this size writes is known only by a warm-up", got=use
+                    "which rows this size writes is known only by a warm-up",
+                    got=use,
+                    advice="GraphOptions(warmups=1)",
                 )
             self._saves.save(tensor, facts, args, use)
 
