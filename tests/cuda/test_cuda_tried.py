@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 from typing import Any
 
 import pytest
@@ -181,3 +182,18 @@ def test_a_graph_that_was_uploaded_runs_at_its_first_step_with_inputs_of_the_hos
         x, y = torch.randn(size, WIDTH), torch.randn(size, WIDTH)
         out = runner(Batch(size), x=x, y=y)
         assert torch.equal(out.cpu(), x * 2 + y)
+
+
+def test_memory_that_a_capture_leaves_where_no_walk_looks_is_found():
+    kept: queue.Queue[torch.Tensor] = queue.Queue()
+
+    def forward(x):
+        # Of the second tried size: the first may be the first to need a library's workspace.
+        if len(x) == 2 and not kept.qsize():
+            kept.put(x + 1)
+        return x * 2
+
+    runner = runner_of(forward)
+    runner.capture()
+    assert attempts_of(runner) == {8: 1, 4: 1, 2: 2, 1: 1}
+    assert not runner.pool._owns(kept.queue[0])
