@@ -462,6 +462,8 @@ def test_memory_that_a_capture_leaves_where_no_walk_looks_is_found():
     runner = runner_of(forward, Allocating(kept.queue))
     runner.capture()
     assert attempts_of(runner) == {2: 1, 4: 2, 6: 1, 8: 1}
+    # It cannot be taken back, so it gets the values of the call.
+    assert CountedGraph.replays == 1 and torch.equal(kept.get(), torch.ones(4, WIDTH))
 
 
 def test_a_part_of_a_smaller_size_that_leaves_a_tensor_in_a_queue_is_refused():

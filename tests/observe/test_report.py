@@ -33,7 +33,8 @@ KEYS = {
 GRAPH_KEYS = {
     "graph", "mode", "tokens", "reqs", "attempts", "capture_s", "warm_up_s", "began_s",
     "pool_bytes", "driver_bytes", "streams", "steps", "not_served", "sizes", "live_tokens",
-    "padded_tokens", "trial", "tried_steps", "deterministic", "failure", "notes", "replay_s", "eager_s",
+    "padded_tokens", "trial", "tried_steps", "deterministic", "failure", "notes", "replay_s",
+    "eager_s",
 }  # fmt: skip
 
 

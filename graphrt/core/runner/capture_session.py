@@ -36,6 +36,7 @@ from graphrt.core.device.contract import (
 from graphrt.core.dispatch.ladders import preference
 from graphrt.core.dispatch.reasons import Agreed, Dispatch
 from graphrt.core.plan.sizes import CaptureKey
+from graphrt.core.replay.entry import graphs_of
 from graphrt.core.replay.recording import enter_under_way, freeze_garbage, warming_up
 from graphrt.core.replay.tasks import WORST_CASE
 from graphrt.core.runner import graph_table
@@ -475,11 +476,13 @@ class RunnerCapture:
         """
         platform, kind = self._setup.pool.platform, (graph.mode, graph.descriptor.kind)
         largest, failures, least = self._warmed[kind]
+        has_left = False
         try:
             before = platform.allocations() or 0
             self._run(graph, captures=True, is_tried=is_tried)
             left = (platform.allocations() or 0) - before - self._state.copies()
-            is_doubtful = is_tried and self._is_first_call(graph, left > least)
+            has_left = left > least
+            is_doubtful = is_tried and self._is_first_call(graph, has_left)
             self._warmed[kind] = largest, failures, min(least, left)
         except Exception as error:
             is_doubtful = self._may_repeat(graph, error, is_tried)
@@ -496,11 +499,15 @@ class RunnerCapture:
         if not again:
             return 1
         # Not from above: while an error is handled it keeps the memory of its capture.
-        graph.transaction.rollback()
+        if not has_left:
+            graph.transaction.rollback()
         if is_tried:
             self._state.take_back()
             self._warmed[kind] = largest, failures + 1, least
             self._warm_up_first(graph)
+            if has_left and graph.wrapper is not None:
+                self._fill_left(graph)
+        graph.transaction.rollback()
         try:
             self._run(graph, captures=True)
         except Exception:
@@ -508,6 +515,17 @@ class RunnerCapture:
             raise
         self._agreed(graph, False)
         return 2
+
+    @undoing
+    def _fill_left(self, undo: Undo, graph: graph_table.PreparedStep) -> None:
+        """Give memory that a capture has left, and that cannot be taken back, the values of an
+        eager call. The warm-up before has saved what this size writes."""
+        assert graph.wrapper is not None
+        undo.later(self._state.restore)
+        if graph.ring is not None and graph.layout.fetch is not None:
+            graph.ring.expect_capture(graph.layout.fetch)
+        for last in graphs_of(graph.wrapper.entries[graph.descriptor].parts)[-1:]:
+            last.replay()
 
     def _is_first_call(self, graph: graph_table.PreparedStep, has_left: bool) -> bool:
         """Whether a capture that was tried may have done what later calls do not. If it `has_left`
