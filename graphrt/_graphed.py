@@ -14,7 +14,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, Literal
+from typing import Any, Generic, Literal
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -38,12 +38,10 @@ from graphrt.core.device.registry import current_platform, installed_platforms
 from graphrt.core.inputs.declared import flat_of
 from graphrt.core.inputs.outputs import OutputLayout
 from graphrt.core.inputs.spec import InputSpec, specs_of
+from graphrt.core.replay.recording import without_inner_graphs
 from graphrt.core.runner.host import Example, Host
-from graphrt.core.runner.report import gain_of
+from graphrt.core.runner.report import GAIN_TITLES, gain_of
 from graphrt.core.runner.runner import R
-
-if TYPE_CHECKING:
-    pass
 
 InputAxes = Mapping[str, "InputSpec | Sequence[int | str | None]"]
 """Name of an input -> the axes of its first dimensions, or its whole spec."""
@@ -53,8 +51,11 @@ class Graphed(Uncopied, Generic[R]):
     """A callable with graphs, called like the one that it was made of: see `graphed`. Its `runner`
     has the rest: reports, `recapture()`, `close()`."""
 
-    def __init__(self, runner: GraphRunner[R], names: tuple[str, ...]) -> None:
+    def __init__(
+        self, runner: GraphRunner[R], model: Callable[..., R], names: tuple[str, ...]
+    ) -> None:
         self.runner = runner
+        self._model = model
         self._names = names
 
     def __call__(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> R:
@@ -71,13 +72,17 @@ class Graphed(Uncopied, Generic[R]):
             )
         return self.runner(**dict(zip(self._names, args, strict=False)), **kwargs)
 
+    def unwrap(self) -> Callable[..., R]:
+        """The model that the graphs are of."""
+        return self._model
+
     def __repr__(self) -> str:
         return f"Graphed({', '.join(self._names)}: {self.runner!r})"
 
     def __str__(self) -> str:
         """What the graphs bring: a step by each that was timed, and its forward run eagerly."""
         graphs = self.runner.report().to_dict()["graphs"]
-        rows = [("rows", "by graph", "eager", "gain")]
+        rows = [("rows", *GAIN_TITLES)]
         rows += [(str(graph["tokens"]), *gain_of(graph)) for graph in graphs]
         return "\n".join([f"{self!r}", *aligned(rows)])
 
@@ -118,7 +123,7 @@ def graphed(
     rows, example = _rows_of(values, specs)
     runner: Callable[..., GraphRunner[R]] = partial(
         GraphRunner,
-        call.forward,
+        call,
         inputs=_nested(call.values, specs),
         options=(options or GraphOptions()).merged({"outputs": outputs}),
         platform=_platform_of(device) if platform is None else platform,
@@ -145,7 +150,7 @@ def graphed(
                 "Host(mixes_rows=True) is given to a GraphRunner",
             )
         raise
-    return Graphed(fast, tuple(call.values))
+    return Graphed(fast, model, tuple(call.values))
 
 
 class _Call:
@@ -181,10 +186,14 @@ class _Call:
                 advice="bind the rest: graphed(functools.partial(model, flag=True), ...)",
             )
 
-    def forward(self, **values: Any) -> Any:
+    def __call__(self, **values: Any) -> Any:
         """Call the model, with its inputs by name."""
         first = [values.pop(name) for name in self._first]
         return self._model(*first, **values)
+
+    def unwrap(self) -> Callable[..., Any]:
+        """The model. Checks look for changes in it, and not in graphrt's own objects."""
+        return self._model
 
 
 def _bound(
@@ -358,7 +367,8 @@ def _try(
         runs.append(writes)
 
         def forward() -> Any:
-            return writes.around(lambda: call.forward(**_nested(call.values, writes.inputs)))
+            model = partial(call, **_nested(call.values, writes.inputs))
+            return writes.around(partial(without_inner_graphs, model))
 
         try:
             outputs = watch.run(None, count, writes.inputs, lambda: forward)

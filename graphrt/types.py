@@ -21,6 +21,8 @@ from graphrt.core.replay.pool import HoldsGraphs, OnCapture
 from graphrt.core.replay.tasks import HostValues, Updates
 from graphrt.core.runner.capture_session import CaptureProgress, Progress
 from graphrt.core.runner.findings import (
+    Change,
+    Look,
     TensorUse,
     TrialRecord,
     TrustReport,
@@ -39,6 +41,7 @@ __all__ = [
     "CallChecks",
     "CaptureProgress",
     "CaptureSizes",
+    "Change",
     "DroppedGraph",
     "Entry",
     "GraphRecord",
@@ -47,6 +50,7 @@ __all__ = [
     "InputAxes",
     "Inputs",
     "LeftOut",
+    "Look",
     "MakeExample",
     "Mode",
     "ModeResolution",

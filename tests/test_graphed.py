@@ -14,7 +14,12 @@ import torch
 
 import graphrt
 from graphrt import GraphRunner, InputSpec, Reason
-from graphrt.errors import InvalidInputError, InvalidOptionError, OutputError
+from graphrt.errors import (
+    GraphQuarantinedWarning,
+    InvalidInputError,
+    InvalidOptionError,
+    OutputError,
+)
 
 GRAPHED: Any = graphrt.graphed
 
@@ -364,6 +369,42 @@ def test_a_tensor_given_first_is_the_only_input() -> None:
     for values in ({}, {"y": torch.ones(1, 2)}):
         with pytest.raises(InvalidInputError, match="x, y by name"):
             two(torch.ones(1, 2), **values)
+
+
+def _plus_0(inner: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda x: inner(x) + 0
+
+
+WAYS: dict[str, Callable[[torch.nn.Module], Callable[..., Any]]] = {
+    "a module": lambda model: model,
+    "its forward": lambda model: model.forward,
+    "a partial": functools.partial,
+    "a closure": lambda model: lambda x: model(x),
+    "graphed inside of graphed": lambda model: GRAPHED(model, torch.rand(4, 4)),
+    "graphed in a closure": lambda model: _plus_0(GRAPHED(model, torch.rand(4, 4))),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_weight_that_is_replaced_is_noticed(way: str) -> None:
+    """Checks look into the model, not into the objects of graphrt that call it."""
+    model = linear()
+    fast = GRAPHED(WAYS[way](model), torch.rand(4, 4))
+    model.weight = torch.nn.Parameter(torch.rand(3, 4), requires_grad=False)
+    x = torch.rand(2, 4)
+    with pytest.warns(GraphQuarantinedWarning):
+        served = fast(x)
+    assert torch.allclose(served, model(x))
+
+
+def test_a_runner_inside_runs_as_part_of_the_graphs() -> None:
+    """Its buffers and graphs are no state of the forward."""
+    spec = {"input": InputSpec(torch.float32, ("tokens", 4))}
+    with GraphRunner(linear(), inputs=spec, sizes=[1, 2, 4], platform="cpu") as inner:
+        inner.capture()
+        fast = GRAPHED(lambda x: inner(input=x).clone() + 1, torch.rand(4, 4), [1, 2, 4])
+        x = torch.rand(3, 4)
+        assert torch.equal(fast(x), inner(input=x) + 1)
 
 
 def test_captures_between_steps_end() -> None:

@@ -9,16 +9,17 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base import errors
+from graphrt.core.base import errors, tree
 from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base.thread_mode import set_for_capture
 from graphrt.core.batch.descriptor import BatchDescriptor, example_of
 from graphrt.core.capture.state import as_states
 from graphrt.core.dispatch.reasons import Dispatch, Reason
 from graphrt.core.inputs.buffers import reqs_of
+from graphrt.core.replay.recording import without_inner_graphs
 from graphrt.core.runner.contract import Step
 from graphrt.core.runner.executor import StepExecutor
-from graphrt.core.runner.findings import TrialRecord, TrustReport, UnknownMemory
+from graphrt.core.runner.findings import Look, TrialRecord, TrustReport, UnknownMemory
 from graphrt.core.runner.graph_table import GraphTable
 from graphrt.core.runner.host import Example, MakeExample
 from graphrt.core.runner.setup import RunnerSetup
@@ -27,7 +28,7 @@ from graphrt.trust.checks import NO_INPUTS, Checks, Differing
 from graphrt.trust.reads import ReadSet
 from graphrt.trust.snapshot import StateSnapshot
 from graphrt.trust.trial import Trial
-from graphrt.trust.trials import EagerRuns, StepRuns, slots_of, without_inner_graphs
+from graphrt.trust.trials import EagerRuns, StepRuns, slots_of
 from graphrt.trust.verdict import TriedGraph, Verdict
 from graphrt.trust.warm_up import WarmedUp, WatchedState
 
@@ -87,13 +88,24 @@ class RunnerChecks(Checks):
         try:
             runs = StepRuns(executor, step, self.padding)
             verdict = self._try(runs)
-        except errors.StateTooLargeError as error:
-            return self.cannot_try(dispatch.slot, error)
+        except (errors.StateTooLargeError, MemoryError, torch.OutOfMemoryError) as error:
+            return self.cannot_try(dispatch.slot, error, agreed=step.agreed)
         if verdict.failure is not None:
             dispatcher = executor.graphs.dispatcher
             dispatch = dispatcher.run_eagerly(dispatch, step.batch, Reason.QUARANTINED)
         self._note(runs, verdict, differing)
         return dispatch, verdict.outputs
+
+    def may_repeat(self, executor: StepExecutor, step: Step, error: errors.BreakError) -> bool:
+        # The segments before that part have run: what they wrote would be written twice, and inputs
+        # in the pool may be overwritten. Other ranks do not run again.
+        warm, pool = self.warmed_up.get(step.dispatch.descriptor.kind), executor.pool
+        if warm is None or warm.writes or self.in_ranks(step.agreed):
+            return False
+        if self.strict or any(map(pool._owns, tree.tensors(step.values))):
+            return False
+        self.failed(step.dispatch.slot, error)
+        return True
 
     def run_eagerly(self, executor: StepExecutor, step: Step) -> Any:
         # Before the run too, or the host's changes would be taken for those of the run.
@@ -215,6 +227,9 @@ class RunnerChecks(Checks):
         self.reads.check(graphs.named, graphs.entries(), _own_tensors(graphs))
         self.look_at_host()
         self.note_unread(unread)
+
+    def look(self) -> Look:
+        return super().look() if self.picture is None else self.picture.look()
 
     def report(self, graphs: GraphTable, *, quick: bool) -> TrustReport:
         published = {graph.slot for graph in graphs.dispatcher.published}

@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 import torch
 
 from graphrt.core.base._undo import Undo, undoing
+from graphrt.core.base.errors import BreakError
 from graphrt.core.base.thread_mode import unseen
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.options import GraphOptions
@@ -204,7 +205,16 @@ class Trial:
         step.eager(self._watch(), "padding")
         later = state.generators.take()
         state.restore()
-        replayed = Run(step.replay(), state.take(), first_watch)
+        try:
+            replayed = Run(step.replay(), state.take(), first_watch)
+        except BreakError as error:
+            # An eager part has returned what the graph cannot read.
+            if step.together:
+                raise
+            state.restore()
+            verdict.failure = error
+            verdict.outputs = step.eager(self._watch())
+            return
         state.restore()
         if state.generators.are_reset(eager.left.generators, replayed.left.generators, later):
             self._judge_seeds()

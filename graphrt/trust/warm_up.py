@@ -215,11 +215,7 @@ class WatchedState(RunWatch):
                     "a capture runs on padding, so its graph would start from wrong state",
                     got=padding,
                     expected="state that is made and filled before capture()",
-                    advice="call the forward once on a real batch before capture() (at each size "
-                    "that fills a table of its own), or make it a buffer before and copy_() into "
-                    "it: self.h.copy_(new) in place of self.h = new; a list that grows: a buffer "
-                    "of its largest size, written at a position; of transformers: a StaticCache, "
-                    "never a DynamicCache",
+                    advice=_advice_on(padding),
                 )
             self._steady |= again.written().keys()
         else:
@@ -397,6 +393,31 @@ def _filled_once(
     key, use = next(iter(only_first.items()))
     paths = [place.path for place, _, held in reads.walk().keyed if held == key]
     return ": ".join([*paths[:1], str(use)])
+
+
+def _advice_on(filled: str) -> str:
+    """What to do about memory that the first run fills: see `_filled_once`."""
+    if "cache_utils.py" in filled:
+        return (
+            "a StaticCache of transformers in place of the DynamicCache: call the forward once "
+            "with it before capture(). For a model that takes none: "
+            "graphrt.hosts.transformers.with_graphs(model), which says whether it can have graphs; "
+            "if it cannot, call the model without a runner"
+        )
+    if filled.partition(": ")[0].endswith("]"):
+        return (
+            "where a list grows: before capture() make a buffer of its largest length, "
+            'register_buffer("hist", torch.zeros(length, ...)), and a tensor for the position, '
+            'register_buffer("at", torch.zeros(1, dtype=torch.int64)); in the forward '
+            "self.hist.index_copy_(0, self.at, new[None]) and self.at.add_(1) in place of "
+            "append(new). Where each size fills an item once: call the forward once at each size "
+            "before capture()"
+        )
+    return (
+        "where the first call alone fills it: call the forward once on a real batch before "
+        "capture(), at each size that fills one of its own. Where each call does: make it a buffer "
+        "before capture(), and self.h.copy_(new) in place of self.h = new"
+    )
 
 
 class _NotedParts(SideDoors):
@@ -648,8 +669,8 @@ class _Moves:
         self.note_left(tensors)
         if self._left_paths:
             error = PythonStateError(
-                "the forward leaves tensors of its graphs in Python: no replay makes new ones, and "
-                "steps write in their memory",
+                "the forward keeps a tensor of its graph in Python: replays put no new one there, "
+                "and later steps write over its memory",
                 got=listed(self._left_paths),
                 expected="results that are returned, or written in place",
                 advice="return them, copy_() them into a tensor that is there before capture(), or "

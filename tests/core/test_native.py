@@ -85,7 +85,7 @@ def test_a_package_without_the_extension_says_how_to_build_the_extension(tmp_pat
         ("graphrt/core/runner/engine.py", "# A comment.", True),
         ("graphrt/core/runner/engine.py", '"""A text."""', True),
         ("graphrt/core/runner/engine.py", "x = 1", False),
-        pytest.param("graphrt/trust/reads.py", "x = 1", False, marks=pytest.mark.trust),
+        pytest.param("graphrt/trust/glances.py", "x = 1", False, marks=pytest.mark.trust),
         ("native/path.c", "", False),
     ],
 )

@@ -150,6 +150,8 @@ class Recorder:
         self.breakable = breakable
         # The segments and eager parts that have ended, in their order.
         self.parts: list[entry.Part] = []
+        # What the recorder itself is doing, for errors; "" while the forward runs.
+        self._phase = ""
         # The open segment's graph, and its tasks so far.
         self._open: tuple[DeviceGraph, list[CapturedTask]] | None = None
         self._bridges = bridges
@@ -204,15 +206,19 @@ class Recorder:
         with self.pool.capture_lock:
             try:
                 return self._record(body)
-            except GraphRTError:
-                raise  # what is named already needs no explanation
             except Exception as error:
+                graph = f"{self.context.mode.name} [{self.context.descriptor}]"
+                name = partial(refusals.note_place, graph=graph, phase=self._phase)
+                if isinstance(error, GraphRTError):
+                    name(error)
+                    raise  # what is named already needs no explanation
                 explained = self.pool.platform.explain(error)
                 if isinstance(explained, Unexplained):
+                    name(error)
                     raise
                 # No local name of it: its traceback has this frame, and would keep the memory of
                 # the capture alive until a collection.
-                raise explained.at(refusals.source_of(error)) from error
+                raise name(explained.at(refusals.source_of(error))) from error
 
     @undoing
     def _record(self, undo: Undo, body: Callable[[], R]) -> R:
@@ -374,6 +380,7 @@ class Recorder:
 
     def _begin(self) -> None:
         """Begin a segment, in a new graph."""
+        self._phase = ", as a segment began"
         if self._hooks is not None:
             self._hooks.before_capture()
         platform = self.pool.platform
@@ -387,10 +394,12 @@ class Recorder:
             self._open = None
             raise
         self._guard.begin(graph)
+        self._phase = ""
 
     def _end(self, *, is_last: bool = False) -> None:
         """End the open segment, which becomes a part if it has recorded anything."""
         assert self._open is not None
+        self._phase = ", as a segment ended"
         (graph, tasks), platform = self._open, self.pool.platform
         self._places.check()
         self._guard.end()
@@ -411,9 +420,11 @@ class Recorder:
         if self._is_replayed(is_last=is_last):
             # A capturing call has the effect of an eager call, and later parts read its results. As
             # at a step, no dispatch mode of the caller sees the operators of a replay.
+            self._phase = ", as a segment was first replayed"
             outside_modes(segment.replay)
         else:
             platform.upload(graph)
+        self._phase = ""
 
     def _is_replayed(self, *, is_last: bool) -> bool:
         """Whether somebody reads, at its capture, what a segment writes."""

@@ -7,21 +7,18 @@ or the one that a step misses. `RunnerCapture` captures them, and undoes each th
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from graphrt.core.base import errors, tree
 from graphrt.core.base._undo import Undo, note, undoing
-from graphrt.core.base.option_values import check_takes
-from graphrt.core.base.texts import counted, seconds_text
 from graphrt.core.batch.context import ForwardContext
 from graphrt.core.batch.descriptor import Batch, BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
@@ -53,9 +50,6 @@ _MOST_FAILURES = 2
 _MANY = 1 << 30
 """More blocks than a capture leaves."""
 
-_WIDTH = 24
-"""The characters of a progress bar: with the text behind it a line fits into a terminal."""
-
 
 @dataclass(frozen=True)
 class CaptureProgress:
@@ -70,39 +64,6 @@ class CaptureProgress:
 
     def __bool__(self) -> bool:
         return self.left > 0
-
-
-def progress_bar(stream: TextIO | None = None) -> Callable[..., None]:
-    """A callback for `graphrt.GraphRunner.capture` that rewrites one line of a terminal before each
-    graph, and ends it after the last. It takes a further text to show as fourth argument. The line
-    is written to `stream`, by default to stderr where that is a terminal."""
-    if stream is None and sys.stderr.isatty():
-        stream = sys.stderr
-    began, written = time.perf_counter(), 0
-
-    def show(done: int, total: int, descriptor: BatchDescriptor, more: str = "") -> None:
-        nonlocal written
-        if stream is None:
-            return
-        took = seconds_text(time.perf_counter() - began) + (f", {more}" if more else "")
-        line, end = f"captured {counted(total, 'graph')} in {took}", "\n"
-        if done < total:
-            bar = "#" * (_WIDTH * done // total)
-            line, end = f"[{bar:.<{_WIDTH}}] {done}/{total}, next: {descriptor}, {took}", ""
-        # Padded, so that nothing stays of a longer line before it.
-        stream.write(f"\r{line:<{written}}{end}")
-        stream.flush()
-        written = len(line)
-
-    return show
-
-
-def progress_of(progress: Progress | bool | None) -> Progress | None:
-    """The callback for `capture(progress=)`, or None. Raises `InvalidOptionError`."""
-    if progress is None or isinstance(progress, bool):
-        return progress_bar() if progress else None
-    check_takes("progress", progress, "progress(done, total, descriptor)")
-    return progress
 
 
 # Each of these three is called in a turn of the pool, and makes a new `RunnerCapture`: steps
@@ -304,12 +265,21 @@ class RunnerCapture:
             if uncompiled:
                 # At the largest size, where no graph is planned.
                 rows = BatchDescriptor(setup.inputs.tokens, setup.inputs.reqs)
-                self._run(graph_table.PreparedStep(graphs, *(keys or [(GraphMode.NONE, rows)])[0]))
+                key = (keys or [(GraphMode.NONE, rows)])[0]
+                self._compile(graph_table.PreparedStep(graphs, *key))
             if not graphs.records:
                 graphs.named.record()
             if keys:
                 freeze_garbage(undo, self)
                 self._capture(keys, progress, more=more)
+
+    def _compile(self, graph: graph_table.PreparedStep) -> None:
+        """Run the forward once, which compiles its modules."""
+        try:
+            self._run(graph)
+        except BaseException as error:
+            refusals.note_place(error, str(graph))
+            raise
 
     def _capture(
         self, keys: Sequence[CaptureKey], progress: Progress | None, *, more: bool
@@ -343,7 +313,7 @@ class RunnerCapture:
             dropped = graph_table.DroppedGraph(graph.mode, graph.descriptor, str(error))
             self._graphs.left_out[graph.slot] = dropped
         except BaseException as error:
-            note(error, f"while capturing {graph}")
+            refusals.note_place(error, str(graph))
             raise
 
     @undoing
@@ -432,7 +402,7 @@ class RunnerCapture:
     def _warm_up(self, graph: graph_table.PreparedStep) -> GraphWork | None:
         """Run the forward as often as the options say; returns the work that the last run issued
         where the device asks for it."""
-        work = None
+        work, host = None, self._setup.host
         try:
             for _ in range(1 if (asked := self._setup.options.warmups) is None else asked):
                 count = self._streams.counter(graph)
@@ -444,7 +414,7 @@ class RunnerCapture:
                 explained = self._setup.pool.platform.explain(error)
                 if isinstance(explained, errors.ResourceExhaustedError):
                     try:
-                        raise explained from error
+                        raise explained.at(refusals.source_of(error)) from error
                     finally:
                         # Else the error and this frame keep each other, and the memory of the run:
                         # smaller graphs would find no room either, as no garbage is collected.
@@ -453,7 +423,13 @@ class RunnerCapture:
                     raise refusals.NESTED_PADDING(source=refusals.source_of(error)) from error
                 specs = self._setup.inputs.declared.specs.items()
                 pads = ", ".join(f"{name}={spec.pad_value}" for name, spec in specs)
-                note(error, f"in a warm-up, where every row is padding ({pads}; InputSpec(pad=))")
+                # An eager part that asks it for a value raises that None has none.
+                no_metadata = host.metadata is None and "NoneType" in str(error)
+                more = ", and current_context().metadata is None" if no_metadata else ""
+                note(
+                    error,
+                    f"in a warm-up, where all rows are padding ({pads}; InputSpec(pad=)){more}",
+                )
             raise
         return work
 

@@ -29,7 +29,7 @@ from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.generators import Generators
 from graphrt.core.capture.state import saved
 from graphrt.core.dispatch.reasons import Dispatch, Reason
-from graphrt.core.runner.findings import TrustReport
+from graphrt.core.runner.findings import Look, TrustReport
 from graphrt.core.runner.host import MakeExample
 from graphrt.core.runner.setup import RunnerSetup
 from graphrt.core.runner.weights import NamedWeights, refuse_moved
@@ -203,6 +203,11 @@ class StepChecks:
         reason to run it eagerly if it cannot be tried. With `strict` raises a failure."""
         return None
 
+    def may_repeat(self, executor: Any, step: Step, error: errors.BreakError) -> bool:
+        """Whether a step that has ended half way, as an eager part returned what its graph cannot
+        read, may run again, eagerly. Then its graph is replayed no more."""
+        return False
+
     def run_eagerly(self, executor: Any, step: Step) -> Any:
         """Run a step eagerly on its live rows."""
         return executor.run_unpadded(step)
@@ -247,6 +252,16 @@ class StepChecks:
 
     def set_aside(self, failure: Exception) -> None:
         """Let all batches run eagerly; the caller raises `failure` itself."""
+
+    def look(self) -> Look:
+        """What has changed in Python since the last capture. Raises `VerificationError` where
+        checks have noted nothing to compare with."""
+        raise errors.VerificationError(
+            "look() compares with what checks have noted at a capture",
+            got="no graphs" if self.on else 'check="off"',
+            expected='graphs, captured at check="capture" or a higher level',
+            advice="capture() first" if self.on else "GraphOptions(check=), GRAPHRT_CHECK unset",
+        )
 
     def report(self, graphs: Any, *, quick: bool) -> TrustReport:
         """What is known of whether the graphs equal their forward. A `quick` report makes no walk:

@@ -58,7 +58,7 @@ class StepExecutor:
         `InvalidUpdateError`, and `MissingUpdateError` for UNCHANGED after a step that failed."""
         if updates is DEFERRED:
             raise errors.InvalidUpdateError(
-                "the updates of a runner's step come with it",
+                "a runner takes the updates of a step with its call, not after it",
                 got="DEFERRED",
                 expected="this step's updates, or UNCHANGED",
                 advice="a GraphWrapper takes them after the call, with update()",
@@ -202,7 +202,7 @@ class StepExecutor:
             if value is not None and value is not _of_outer_step(context, name):
                 raise errors.NestedCaptureError(
                     f"a runner inside the capture of another one has {name} of its own: replays "
-                    "would have what it was then",
+                    "would keep those of the capture",
                     got=shown(value),
                     expected="updates and metadata of the outer step, which replays can change",
                     advice=f"give {name} to the outer runner, or {errors.IN_PIECES}",
