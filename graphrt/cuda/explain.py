@@ -11,7 +11,12 @@ from graphrt.core.base.errors import (
     ResourceExhaustedError,
 )
 from graphrt.core.capture.refusals import LATE
-from graphrt.core.device.contract import EndedCaptureError, Unexplained, error_chain
+from graphrt.core.device.contract import (
+    EndedCaptureError,
+    FirstCallError,
+    Unexplained,
+    error_chain,
+)
 
 _OWN_GENERATOR = "the forward draws from a random generator that no watched warm-up was given"
 _REGISTERED = (
@@ -33,6 +38,8 @@ _NO_COPY = (
 _SMALLER = "capture fewer or smaller sizes, or leave the KV cache less memory"
 _LIBRARIES = ("cuda", "cublas", "cudnn", "cufft", "cusolver", "cusparse", "nccl", "triton")
 """Libraries whose errors count as the capture's, though `_CAUSES` does not know their text."""
+_SETS_UP = ("triton", "autotun", "cudnn")
+"""In errors of those that compile, or try kernels, at the first call of a shape."""
 
 _FAULTS = (
     "illegal memory access",
@@ -68,7 +75,7 @@ _CAUSES: tuple[tuple[str, type[CaptureError], str, str], ...] = (
     ),
     (
         "cublas_status_not_initialized",
-        CaptureError,
+        FirstCallError,
         "cuBLAS was used for the first time, and cannot be set up inside of a capture",
         "run the forward once before it is captured, on the stream of the capture",
     ),
@@ -154,6 +161,7 @@ def explain(error: BaseException) -> CaptureError:
                 "then comes at its line",
                 source=LATE,
             )
-    if any(name in message.lower() for message in messages for name in _LIBRARIES):
-        return CaptureError(f"capture failed: {messages[0]}", advice=_RERUN)
+    for names, kind in (_SETS_UP, FirstCallError), (_LIBRARIES, CaptureError):
+        if any(name in message.lower() for message in messages for name in names):
+            return kind(f"capture failed: {messages[0]}", advice=_RERUN)
     return Unexplained.of(error)

@@ -75,6 +75,7 @@ class RunnerChecks(Checks):
             is_in_graphs=partial(platform.owns, setup.pool.memory),
             has_parts=setup.plan.mode.has_piecewise,
             padding=self.padding,
+            capture_executes=platform.capture_executes,
         )
 
     # Trials ---------------------------------------------------------------------------------------

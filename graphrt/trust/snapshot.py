@@ -159,6 +159,14 @@ class PythonState(Reading):
         self.numbers: Sequence[Place] = places.numbers
         """The slots of plain values."""
 
+    def without(self, other: PythonState) -> PythonState:
+        """This state, from now on without the slots that another one has."""
+        known = {(id(each.holder), each.label) for each in other.slots}
+        Reading.__init__(
+            self, [each for each in self.slots if (id(each.holder), each.label) not in known]
+        )
+        return self
+
     def restore(self, values: Sequence[Any] | None = None) -> None:
         """Put back the values of the beginning, or those that `take` returned."""
         wanted = self.was if values is None else values

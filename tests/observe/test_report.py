@@ -31,9 +31,10 @@ KEYS = {
     "padding", "staging_waits", "platform", "axis", "trust",
 }  # fmt: skip
 GRAPH_KEYS = {
-    "graph", "mode", "tokens", "reqs", "capture_s", "warm_up_s", "began_s", "pool_bytes",
-    "driver_bytes", "streams", "steps", "not_served", "sizes", "live_tokens", "padded_tokens",
-    "trial", "tried_steps", "deterministic", "failure", "notes", "replay_s", "eager_s",
+    "graph", "mode", "tokens", "reqs", "attempts", "capture_s", "warm_up_s", "began_s",
+    "pool_bytes", "driver_bytes", "streams", "steps", "not_served", "sizes", "live_tokens",
+    "padded_tokens", "trial", "tried_steps", "deterministic", "failure", "notes", "replay_s",
+    "eager_s",
 }  # fmt: skip
 
 

@@ -69,9 +69,12 @@ class CaptureGuard(ThreadMode):
         constants: Constants | None,
         owns: Callable[[torch.Tensor], bool],
         rules: Mapping[str, tuple[OperatorRule, ...]],
+        *,
+        is_watched: bool = True,
     ) -> None:
         """`owns` says whether a tensor's memory is of the pool, which graphs of all sizes share:
-        when this graph is replayed, another one may have written there."""
+        when this graph is replayed, another one may have written there. With `is_watched` eager
+        parts are, for tensors that leave or enter them by side doors."""
         super().__init__()  # type: ignore[no-untyped-call]
         # None once the capture is over, so that neither keeps the other alive.
         self.recorder: Recording | None = recorder
@@ -81,6 +84,7 @@ class CaptureGuard(ThreadMode):
         # Whether tensors may leave an eager part by a side door, as only captures in pieces have
         # eager parts.
         self._in_pieces = recorder.breakable or bool(breaks)
+        self.is_watched = is_watched
         self._check_host = check_host
         self.constants = constants
         self.owns = owns
@@ -338,17 +342,26 @@ class SideDoors:
                 return function(*args, **kwargs)
         if guard is None:  # in a capture `run_eagerly` has called it
             refuse_transform(function)
-        memory = _memory_of(tree.tensors(args, kwargs))
-        undo.set(in_eager_part, frozenset(memory))
         # Autocast keeps casts of weights. Without this line a part would read a cast that the graph
         # has made, or the graph one of the part; at a replay each makes its own.
         torch.clear_autocast_cache()
-        watch = _PartWatch(self, name_of(function), memory, guard)
-        result = watch.around(partial(function, *args, **kwargs))
+        watch = None
+        if guard is None or guard.is_watched or guard.copies:
+            memory = _memory_of(tree.tensors(args, kwargs))
+            undo.set(in_eager_part, frozenset(memory))
+            watch = _PartWatch(self, name_of(function), memory, guard)
+            result = watch.around(partial(function, *args, **kwargs))
+        else:
+            result = function(*args, **kwargs)
         torch.clear_autocast_cache()
-        if guard is not None and watch.reads_data:
+        if guard is not None and watch is not None and watch.reads_data:
             self._warn_of_numbers(name_of(function), result)
         return result
+
+    def holds_new(self) -> bool:
+        """Whether memory that parts have made in the last capture is still there."""
+        made = (ref for ref, (*_, capture) in self.made.values() if capture == self._capture)
+        return not all(ref.expired() for ref in made)  # type: ignore[no-untyped-call]
 
     def _warn_of_numbers(self, part: str, result: Any) -> None:
         """Warn once of a part that has read data on the host and returns a Python number."""

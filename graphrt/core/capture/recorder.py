@@ -140,9 +140,11 @@ class Recorder:
         breaks: Iterable[str],
         hooks: entry.SegmentHooks | None,
         bake: bool,
+        is_watched: bool,
     ) -> None:
         """For one `call`, whose arguments are `owned` if they were made for this capture. With
-        `bake` the graph may keep values of CPU tensors among them."""
+        `bake` the graph may keep values of CPU tensors among them; with `is_watched` the operators
+        of eager parts are looked at."""
         self.pool = pool
         self.context = context
         self.breakable = breakable
@@ -180,7 +182,7 @@ class Recorder:
             check_host = guard.host_check(unreadable, error, may_draw=transaction.may_draw)
         rules = refusals.rules_for(refusals.OPERATORS, device_type, context.mode)
         self._guard = guard.CaptureGuard(
-            self, context, listed, check_host, constants, pool._owns, rules
+            self, context, listed, check_host, constants, pool._owns, rules, is_watched=is_watched
         )
         self.give(tensors if owned else ())
 
@@ -241,7 +243,7 @@ class Recorder:
         self._settings = settings.around_part() if self.breakable else {}
         self._begin()
         result = body()
-        self._end()
+        self._end(is_last=True)
         if self._guard.constants is not None:
             self._guard.constants.hand_on(result)
         return result
@@ -394,7 +396,7 @@ class Recorder:
         self._guard.begin(graph)
         self._phase = ""
 
-    def _end(self) -> None:
+    def _end(self, *, is_last: bool = False) -> None:
         """End the open segment, which becomes a part if it has recorded anything."""
         assert self._open is not None
         self._phase = ", as a segment ended"
@@ -413,12 +415,23 @@ class Recorder:
         if recorded:
             self.parts.append(segment)
         self._open = None
-        if recorded and not platform.capture_executes:
+        if not recorded or platform.capture_executes:
+            return
+        if self._is_replayed(is_last=is_last):
             # A capturing call has the effect of an eager call, and later parts read its results. As
             # at a step, no dispatch mode of the caller sees the operators of a replay.
             self._phase = ", as a segment was first replayed"
             outside_modes(segment.replay)
+        else:
+            platform.upload(graph)
         self._phase = ""
+
+    def _is_replayed(self, *, is_last: bool) -> bool:
+        """Whether somebody reads, at its capture, what a segment writes."""
+        transaction, is_whole = self.context.capture, self.breakable or not self.must_break
+        if transaction is not None and transaction.replays is not None:
+            return transaction.replays(is_last)
+        return not (is_last and is_whole) or self.pool.holders.uses_results
 
     def discard(self, depth: int | None = None) -> None:
         """Discard the captured parts and the open segment, and exit the dispatch modes above

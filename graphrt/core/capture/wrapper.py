@@ -211,6 +211,7 @@ class GraphWrapper(errors.Uncopied):
             breaks=self.options.breaks,
             hooks=hooks,
             bake=self.options.host_arguments == "bake",
+            is_watched=self.options.checks("capture"),
         )
         # Why calls ran eagerly -> how many.
         self._eager_calls = Counter[Reason]()

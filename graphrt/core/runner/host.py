@@ -57,6 +57,10 @@ class Ranks(Protocol):
     def agree_on_captures(self, graphs: Any, wanted: Sequence[str]) -> None:
         """Before the `wanted` graphs are captured: raise where another rank wants others."""
 
+    def agree_on_attempt(self, graphs: Any, again: bool | None) -> bool:
+        """After each attempt at a capture, which is to be made `again`, or has failed for good
+        (None): whether all ranks make another one."""
+
 
 @dataclass(frozen=True)
 class Host:

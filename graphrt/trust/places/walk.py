@@ -75,7 +75,7 @@ class Shape(NamedTuple):
 _CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque)
 _RESIZABLE = (dict, list, set, collections.deque)
 _C_DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType)
-_LRU_CACHE = type(functools.lru_cache(len))
+LRU_CACHE = type(functools.lru_cache(len))
 _KIND_OF_TYPE: dict[type, Kind] = {
     **dict.fromkeys((int, float, complex, bool, str, bytes, type(None), type(...)), Kind.PLAIN),
     **dict.fromkeys((torch.dtype, torch.device, torch.Size, torch.layout), Kind.PLAIN),
@@ -122,7 +122,7 @@ _KIND_OF_BASE: tuple[tuple[type, Kind], ...] = (
 _library_shapes: dict[type, Shape] = {
     **{of: Shape(kind) for of, kind in _KIND_OF_TYPE.items()},
     types.FunctionType: Shape(Kind.FUNCTION, dict_of=vars(types.FunctionType)["__dict__"].__get__),
-    _LRU_CACHE: Shape(Kind.CACHED, dict_of=vars(_LRU_CACHE)["__dict__"].__get__),
+    LRU_CACHE: Shape(Kind.CACHED, dict_of=vars(LRU_CACHE)["__dict__"].__get__),
     # With the `__dict__` of the calling thread.
     threading.local: Shape(Kind.OBJECT, dict_of=lambda held: _local_dict(held, "__dict__")),
 }
@@ -810,11 +810,15 @@ class Walk:
     def _cached(self, value: Any, place: Place, shape: Shape) -> Slots:
         """A function with an `lru_cache`: what is in the cache now, and the function."""
         self._dict(value, place, shape)
-        held = gc.get_referents(value)
-        # A cache with `maxsize=None` keeps its results in a dict, any other refers to each of them.
-        held += [each for table in held if type(table) is dict for each in dict.values(table)]
-        results = [each for each in held if self._shapes[type(each)].base in (torch.Tensor, tuple)]
-        return _fixed(place, results, ", cached") + _fixed(place, [value.__wrapped__])
+        return _fixed(place, cached_results(value), ", cached") + _fixed(place, [value.__wrapped__])
+
+
+def cached_results(cache: Any) -> list[Any]:
+    """The tensors, and tuples, that a cache of functools holds."""
+    held = gc.get_referents(cache)
+    # A cache with `maxsize=None` keeps its results in a dict, any other refers to each of them.
+    held += [each for table in held if type(table) is dict for each in dict.values(table)]
+    return [each for each in held if shape_of(type(each)).base in (torch.Tensor, tuple)]
 
 
 def _fixed(place: Place, values: Iterable[Any], label: str = "") -> Slots:

@@ -20,6 +20,8 @@ from graphrt.core.base.torch_names import include_key
 from graphrt.core.capture import operators
 from graphrt.core.capture.operators import OperatorFacts, facts_of
 from graphrt.core.capture.state import too_large
+from graphrt.core.device.contract import FirstCallError
+from graphrt.core.replay.recording import current_capture
 from graphrt.trust.compare import difference
 from graphrt.trust.watching.rows import ROWS, WHOLE, Index, Rows, indices_of
 
@@ -416,7 +418,13 @@ class WriteWatch:
     """
 
     def __init__(
-        self, known: Collection[int], saves: SavedWrites, shown: SavedWrites, tokens: int
+        self,
+        known: Collection[int],
+        saves: SavedWrites,
+        shown: SavedWrites,
+        tokens: int,
+        *,
+        records: bool = False,
     ) -> None:
         self._known = known
         self._saves = saves
@@ -425,6 +433,11 @@ class WriteWatch:
         self._tokens = tokens
         self.written: set[int] = set()
         """The keys of the `known` memory that the run has written."""
+        self.is_inexact = False
+        """Whether a graph has recorded an operator in another form than without this watch."""
+        # Whether graphs record operators and run none: what they write is saved by `save_recorded`.
+        self._records = records
+        self._recorded: list[tuple[torch.Tensor, OperatorFacts, Sequence[Any], str]] = []
 
     @undoing
     def around(self, undo: Undo, function: Callable[[], T]) -> T:
@@ -443,8 +456,25 @@ class WriteWatch:
             self.written.add(key)
             is_shown = facts.name in ROWS and (key, facts.name) in self._shown
             if not is_shown or indices_of(args) != self._tokens:
-                use = f"{tensor.dtype} {tuple(tensor.shape)}"
-                self._saves.save(tensor, facts, args, use)
+                call = tensor, facts, args, f"{tensor.dtype} {tuple(tensor.shape)}"
+                if self._records and current_capture() is not None:
+                    self._recorded.append(call)
+                else:
+                    self._saves.save(*call)
+
+    def save_recorded(self, owned: Callable[[torch.Tensor], bool]) -> None:
+        """Before a graph is replayed that was recorded: save what it writes. Raises
+        `FirstCallError` where row numbers are in memory of graphs, which is `owned`: they are known
+        only by a run."""
+        while self._recorded:
+            tensor, facts, args, use = self._recorded.pop(0)
+            if any(not each.is_floating_point() and owned(each) for each in tree.tensors(args)):
+                raise FirstCallError(
+                    "which rows this size writes is known only by a warm-up",
+                    got=use,
+                    advice="GraphOptions(warmups=1)",
+                )
+            self._saves.save(tensor, facts, args, use)
 
 
 _watch: ContextVar[WriteWatch | None] = ContextVar("graphrt_write_watch", default=None)
@@ -488,15 +518,18 @@ def _kernel(namespace: str, name: str, overload: str) -> Callable[..., Any]:
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
         func = getattr(getattr(getattr(torch.ops, namespace), name), overload)
+        watch, key = _watch.get(), watch_key()
         for at in _tensors_of(func):
             if at < len(args) and not isinstance(args[at], torch.Tensor):
                 # A tensor that torch made of a number arrives as a number, which `func` refuses.
+                # It is rounded otherwise beside tensors without dimensions, or of float64.
+                if watch is not None and current_capture() is not None:
+                    watch.is_inexact = True
                 number = torch.tensor(args[at], device="cpu")
                 args = (*args[:at], number, *args[at + 1 :])
         if torch_names.in_transform():
             # No tensors with memory: the transform issues the operator again on those that are.
             return func.redispatch(keys.remove(watch_key()), *args, **kwargs)
-        watch, key = _watch.get(), watch_key()
         # The schema says all that the operator writes: operators that it calls need no look.
         include_key(key, False)
         try:
