@@ -130,10 +130,13 @@ class CudaPlatform(Platform):
     def end_capture(self, graph: Any) -> bool:
         return self._captures.end(graph)
 
+    @property
+    def can_upload(self) -> bool:
+        return driver_available()
+
     def upload(self, graph: Any) -> None:
-        if driver_available():
-            graph.instantiate()
-            upload(graph.raw_cuda_graph_exec(), torch.cuda.current_stream().cuda_stream)
+        graph.instantiate()
+        upload(graph.raw_cuda_graph_exec(), torch.cuda.current_stream().cuda_stream)
 
     def abort_capture(self, graph: Any) -> None:
         self._captures.abort(graph)

@@ -53,6 +53,7 @@ class Device(CpuPlatform):
     """The CPU, of which a failed capture costs nothing."""
 
     capabilities = CpuPlatform.capabilities | {Capability.FREE_FAILURES}
+    can_upload = True
 
     def __init__(self) -> None:
         super().__init__()

@@ -429,6 +429,8 @@ class Recorder:
     def _is_replayed(self, *, is_last: bool) -> bool:
         """Whether somebody reads, at its capture, what a segment writes."""
         transaction, is_whole = self.context.capture, self.breakable or not self.must_break
+        # What cannot be uploaded is prepared by a replay, as if it were not the last.
+        is_last = is_last and self.pool.platform.can_upload
         if transaction is not None and transaction.replays is not None:
             return transaction.replays(is_last)
         return not (is_last and is_whole) or self.pool.holders.uses_results

@@ -130,8 +130,14 @@ class Platform(ABC):
         False says that nothing was recorded: `graph` is dropped then, and no step replays it.
         """
 
+    @property
+    def can_upload(self) -> bool:
+        """Whether `upload` prepares a graph for its first replay."""
+        return False
+
     def upload(self, graph: DeviceGraph) -> None:
-        """Prepare a captured graph for its first replay, where the capture is not replayed."""
+        """Prepare a captured graph for its first replay, where `can_upload`: else every graph is
+        replayed once at its capture, as the first replay alone prepares it."""
         return None
 
     @abstractmethod
