@@ -307,7 +307,13 @@ def _specs_of(values: Mapping[str, torch.Tensor], axes: InputAxes) -> dict[str, 
         for name, given in axes.items()
     }
     others = {name: value for name, value in values.items() if name not in told}
-    return {**told, **specs_of(others, 'axes={{"{}": ("rows", None)}}')}
+    return {
+        **told,
+        **specs_of(
+            others,
+            'axes={{"{}": ("rows", None)}}, or (None, None) if none of its dimensions has rows',
+        ),
+    }
 
 
 def _rows_of(

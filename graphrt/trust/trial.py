@@ -208,8 +208,7 @@ class Trial:
         try:
             replayed = Run(step.replay(), state.take(), first_watch)
         except BreakError as error:
-            # An eager part has returned what the graph cannot read.
-            if step.together:
+            if step.together or not error.by_part:
                 raise
             state.restore()
             verdict.failure = error

@@ -187,6 +187,10 @@ class OutputError(CaptureError):
 class BreakError(GraphRTError):
     """An eager break returned something its captured readers cannot use."""
 
+    by_part: bool = True
+    """Whether an eager part has returned it: the step may run eagerly then. Where the host has
+    changed a number that graphs keep, it raises."""
+
 
 class PoolError(GraphRTError):
     """Root of the errors about graph memory pools."""

@@ -42,7 +42,8 @@ from graphrt.core.device.contract import DeviceGraph
 from graphrt.core.replay.entry import TENSORS_ALONE, name_of
 from graphrt.core.replay.recording import Recording, counted, current_capture, issued
 
-_READ = torch.ops.aten._local_scalar_dense.default
+_aten = torch.ops.aten
+_READ = _aten._local_scalar_dense.default
 """The operator by which the host reads a number of a tensor."""
 _COPIES = ("aten.copy_.default", "aten._to_copy.default")
 """The operators that copy between the host and a device."""

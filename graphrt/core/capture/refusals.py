@@ -37,6 +37,7 @@ _NOT_THE_USERS = (
         str(_GRAPHRT / part) + os.sep
         for part in ("core", "trust", "cpu", "cuda", "ascend", "accelerator", "compile")
     ),
+    *(str(_GRAPHRT / f"_{name}.py") for name in ("graphed", "measure", "runner")),
     "<",
 )
 

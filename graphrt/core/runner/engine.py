@@ -211,7 +211,7 @@ class StepEngine:
         try:
             return step.dispatch, self._executor.run_padded(step)
         except errors.BreakError as error:
-            if not self._checks.may_repeat(self._executor, step, error):
+            if not (error.by_part and self._checks.may_repeat(self._executor, step, error)):
                 raise
         self.last_dispatch = eager = self._dispatcher.run_eagerly(
             step.dispatch, step.batch, Reason.QUARANTINED

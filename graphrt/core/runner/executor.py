@@ -177,7 +177,9 @@ class StepExecutor:
         )
         pool.streams.follow()
         loans = views = None
-        held = self.graphs.checks.lends() if around is None and self._bind is None else None
+        # Code of a compiler may keep what it is given until its next call.
+        may_lend = around is None and self._bind is None and not self.graphs.setup.compiled
+        held = self.graphs.checks.lends() if may_lend else None
         if held is not None and not is_padded and count_dispatch_modes() == 0:
             loans = Loans(inputs, held)
             views = loans.arguments(values, tokens, reqs)
