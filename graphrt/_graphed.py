@@ -182,7 +182,7 @@ class _Call:
         bound, by_position = _bound(model, given, named)
         self.values: dict[str, Any] = bound
         self._model = model
-        # Arguments that the model takes by their place alone.
+        # Arguments that the model is given by their place.
         self._first = by_position
         wrong = [name for name, value in flat_of(bound) if not isinstance(value, torch.Tensor)]
         if wrong or not bound:
@@ -208,8 +208,8 @@ def _bound(
     model: Callable[..., Any], given: Sequence[Any], named: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
     """Bind the inputs to the model's parameters. Returns them by name, in the order of the
-    signature, and the names of positional-only ones. Raises `InvalidInputError` where they do not
-    fit."""
+    signature, and the names of those given by position. Raises `InvalidInputError` where they do
+    not fit."""
     call: Any = model
     if isinstance(model, torch.nn.Module) and type(model).__call__ is torch.nn.Module.__call__:
         call = model.forward
@@ -239,8 +239,10 @@ def _bound(
         is_several = kind is inspect.Parameter.VAR_POSITIONAL
         names = [f"{name}_{at}" for at in range(len(values))] if is_several else [name]
         bound.update(zip(names, values, strict=True))
-        if several is not None or kind is inspect.Parameter.POSITIONAL_ONLY:
-            # In front of `*inputs` all go by their place.
+        # As the model is called: hooks of it see inputs by position as such. In front of `*inputs`,
+        # and of what is given by position, all are.
+        is_first = len(first_names) < len(given) or several is not None
+        if is_first or kind is inspect.Parameter.POSITIONAL_ONLY:
             first_names += names if kind is not inspect.Parameter.KEYWORD_ONLY else []
     return bound, first_names
 

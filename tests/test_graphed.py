@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import gc
+import operator
 import re
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -614,6 +616,37 @@ def test_a_weight_that_is_replaced_is_noticed(way: str) -> None:
     with pytest.warns(GraphQuarantinedWarning):
         served = fast(x)
     assert torch.allclose(served, model(x))
+
+
+OTHERS: dict[str, tuple[Any, Any, Callable[[Any, torch.Tensor], torch.Tensor]]] = {
+    "operator": (torch.ops.aten.mul, torch.ops.aten.add, lambda op, x: op(x, x)),
+    "overload": (torch.ops.aten.mul.Tensor, torch.ops.aten.add.Tensor, lambda op, x: op(x, x)),
+    "in C": (operator.itemgetter(0), operator.itemgetter(1), lambda get, x: x * get([2, 3])),
+    "pattern": (re.compile("a"), re.compile("b"), lambda made, x: x * bool(made.match("a"))),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_another_object_of_a_type_in_c_is_noticed(kind: str) -> None:
+    """Such objects are not entered: another one in the place of one is a change."""
+    before, after, call = OTHERS[kind]
+    model = SimpleNamespace(held=before)
+    fast = GRAPHED(lambda x: call(model.held, x) + 1, torch.rand(4, 4))
+    model.held = after
+    x = torch.rand(2, 4)
+    with pytest.warns(GraphQuarantinedWarning):
+        served = [fast(x) for _ in range(8)]
+    assert torch.equal(served[-1], call(after, x) + 1)
+
+
+def test_hooks_of_the_model_see_inputs_as_the_model_is_called() -> None:
+    """By position where they were given so."""
+    model = linear()
+    model.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+    fast = GRAPHED(model, torch.rand(4, 4))
+    x = torch.rand(2, 4)
+    assert torch.allclose(fast(x), model(x))
+    assert torch.equal(fast(input=x), fast(x))
 
 
 def test_a_runner_inside_runs_as_part_of_the_graphs() -> None:

@@ -300,7 +300,7 @@ class PlatformRegistry:
             self._announce(chosen)
         platform: Platform = chosen.platform  # type: ignore[assignment]
         with self._undone():
-            platform.start()
+            _run_start(platform)
         return platform
 
     def _announce(self, chosen: FoundPlatform) -> None:
@@ -445,7 +445,22 @@ def _start(platform: Platform, found: Availability) -> None:
             expected="a machine that can run it",
             advice="`graphrt doctor` shows which platforms are",
         )
-    platform.start()
+    _run_start(platform)
+
+
+def _run_start(platform: Platform) -> None:
+    """Start a platform. Raises `PlatformError` where its own code fails."""
+    try:
+        platform.start()
+    except PlatformError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise PlatformError(
+            f"platform {platform.name!r} cannot start",
+            got=f"{type(error).__name__}: {error}",
+            expected="a start() that returns",
+            advice=f"{PLATFORM_VARIABLE}=cpu, or {PLUGINS_VARIABLE}=off, leaves it alone",
+        ) from error
 
 
 def _refuse_two_of_a_name(usable: Iterable[FoundPlatform]) -> None:

@@ -68,6 +68,8 @@ class Shape(NamedTuple):
     """The classes among itself and its bases that a user wrote."""
     draws: bool = False
     """Whether its objects are generators of random numbers."""
+    is_value: bool = False
+    """Whether another one of its objects, which are not entered, counts as a change."""
     defaults: tuple[str, ...] = ()
     """Numbers that `users` define: an object has them until it sets its own (`self.steps += 1`)."""
 
@@ -171,8 +173,22 @@ def _new_shape(of: type) -> Shape:
         return Shape(Kind.SKIPPED, draws=True)
     if kind is None:
         base, kind = _kind_of_object(of, users, bool(dict_of or members))
+    if kind is Kind.SKIPPED:
+        return Shape(kind, draws=draws, is_value=_is_value(of))
     defaults = () if dict_of is None else _defaults(users)
-    return Shape(kind, base, dict_of, tuple(members), tuple(users), draws, defaults)
+    return Shape(kind, base, dict_of, tuple(members), tuple(users), draws, defaults=defaults)
+
+
+_OPERATORS = type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor)
+"""The types of torch's operators, and of one overload."""
+
+
+def _is_value(of: type) -> bool:
+    """Whether a forward does something else with another object of a type that is not entered: an
+    operator of torch, a compiled pattern. A host replaces streams and iterators at each step."""
+    return issubclass(of, _OPERATORS) or (
+        not is_machinery(slots.module_of(of)) and "__next__" not in namespace_of(of)
+    )
 
 
 def _kind_of_base(of: type) -> tuple[type | None, Kind | None]:
@@ -486,7 +502,8 @@ class Walk:
                         place, f"is a {slots.module_of(type(value))}.{name_of(type(value))}"
                     )
                 # Another generator in its place draws other numbers.
-                if (kind is not Kind.SKIPPED or shape.draws) and place.way is not FIXED:
+                counts = kind is not Kind.SKIPPED or shape.draws or shape.is_value
+                if counts and place.way is not FIXED:
                     places.code.append((place, value))
             else:
                 self._lists.get(kind, places.slots).append((place, value))

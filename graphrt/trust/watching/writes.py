@@ -127,6 +127,8 @@ class Region:
             for dim, size in reversed(dims):
                 at[dim], numbers = numbers % size, numbers // size
             return Rows(tuple(at)) if len(numbers) else None
+        if getattr(self.use, "is_scratch", False):
+            return None  # filled by each run before it reads there: no live row uses it
         now = self.read()
         if self.rows.at or not now.dim() or now.shape != self.was.shape or not now.numel():
             return None
