@@ -31,7 +31,7 @@ _PACKAGES = frozenset({
 
 _NO_STATE = tuple(f"{name}." for name in (
     # Running and watching code.
-    "asyncio", "bdb", "cProfile", "cmd", "code", "codeop", "concurrent", "doctest", "importlib",
+    "_thread", "asyncio", "bdb", "cProfile", "cmd", "code", "codeop", "concurrent", "doctest", "importlib",
     "inspect", "logging", "multiprocessing", "pdb", "pluggy", "profile", "pytest", "_pytest",
     "sched", "threading", "timeit", "trace", "traceback", "tracemalloc", "triton", "typing",
     "typing_extensions", "unittest", "warnings", "zipimport",
