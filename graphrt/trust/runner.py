@@ -212,7 +212,8 @@ class RunnerChecks(Checks):
         graphs, dispatch = runs.executor.graphs, runs.step.dispatch
         setup = graphs.setup
         warm, graph = self.warmed_up.get(dispatch.descriptor.kind), self.graph_to_try(dispatch)
-        trial = Trial(runs, graph, warm, setup.pool.platform, setup.options, self.reads.held)
+        held, declared = self.reads.held, [*setup.host.state]
+        trial = Trial(runs, graph, warm, setup.pool.platform, setup.options, held, declared)
         for span in graphs.spans:
             undo.enter(span("trial", f"{dispatch.mode.name} [{dispatch.descriptor}]"))
         # Captures ran under these settings: under others eager runs would differ from the replay.

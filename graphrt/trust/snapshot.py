@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from operator import eq, is_, itemgetter
 from typing import Any, NamedTuple, cast
@@ -46,6 +46,8 @@ class Left(NamedTuple):
     generators: list[Any]
     padding: list[torch.Tensor]
     """The contents of the rows that padding writes."""
+    declared: list[Callable[[], None]]
+    """For each declared state a function that puts it there again."""
 
 
 class StateSnapshot:
@@ -67,6 +69,7 @@ class StateSnapshot:
         """`padding` are rows that are put back and taken beside what runs write. Raises
         `StateTooLargeError` if declared state takes more than `limit_bytes`; then nothing is saved.
         """
+        self._states, self._limit_bytes = declared, limit_bytes
         # For each declared state a function that puts it back.
         self._declared = saved(declared, limit_bytes)
         self.memory = SavedWrites(limit_bytes, sums=sums)
@@ -80,18 +83,21 @@ class StateSnapshot:
         self.python = PythonState(places)
 
     def take(self) -> Left:
-        """Copies of the state now, but for declared state: later runs do not change them."""
+        """Copies of the state now: later runs do not change them."""
         rows = unseen(lambda: [region.read() for region in self._padding])
-        return Left(self.memory.take(), self.python.take(), self.generators.take(), rows)
+        declared = saved(self._states, self._limit_bytes)
+        return Left(self.memory.take(), self.python.take(), self.generators.take(), rows, declared)
 
     def restore(self, left: Left | None = None) -> None:
         """Put back the state of the beginning, or that which a run has left."""
-        memory, python, generators, rows = (None,) * 4 if left is None else left
+        memory, python, generators, rows, declared = (None,) * 5 if left is None else left
         self.memory.restore(memory)
         for at, region in enumerate(self._padding):
             unseen(partial(region.write, region.was if rows is None else rows[at]))
         self.generators.restore(generators)
         self.python.restore(python)
+        for put_back in reversed(self._declared if declared is None else declared):
+            put_back()
 
     def restore_memory(self) -> None:
         """Put back memory and declared state. The first error of the host's own functions is raised

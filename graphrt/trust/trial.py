@@ -26,6 +26,7 @@ from graphrt.core.base.thread_mode import unseen
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.capture.refusals import Refusal
+from graphrt.core.capture.state import State
 from graphrt.core.device.platform import Platform
 from graphrt.trust import snapshot
 from graphrt.trust import verdict as verdicts
@@ -140,6 +141,8 @@ class Trial:
     options: GraphOptions
     held: Collection[int] = ()
     """Keys of the memory that graphs use."""
+    declared: Collection[State | torch.Tensor] = ()
+    """State of the host's, which is put back around each run too."""
 
     def __post_init__(self) -> None:
         record, warm, platform = self.graph.record, self.warm, self.platform
@@ -153,7 +156,11 @@ class Trial:
         self._padding.begin()
         regions = [row.region for row in self._padding.rows]
         self._state = snapshot.StateSnapshot(
-            platform.device_type, limit_bytes, sums=False, padding=regions
+            platform.device_type,
+            limit_bytes,
+            declared=self.declared,
+            sums=False,
+            padding=regions,
         )
         self._state.reach(places_of(self.step.forward))
         self._verdict = verdicts.Verdict()

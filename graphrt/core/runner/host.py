@@ -71,7 +71,8 @@ class Host:
     At warm-up and capture all rows of the inputs are padding: what decides which kernels run
     (query lengths, the longest context) must be written there at its worst case. `state` is
     what the forward advances and no watched warm-up shows (kernels without a schema, Python
-    objects, all of it with `check="off"`): it is saved once for each capture and restored.
+    objects, all of it with `check="off"`): it is saved and restored around each
+    capture, and each run of a trial.
     `around_capture` makes a context manager for each capture
     as a whole (registration with communicators), `around_graph` is called around each graph
     (weight offloaders). `metadata(descriptor)` is the context's metadata at warm-up and
