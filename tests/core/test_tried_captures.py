@@ -267,6 +267,23 @@ def test_a_size_that_has_no_room_is_dropped_and_not_tried_again():
     assert len(tries) == 1 and attempts_of(runner) == {2: 1, 6: 1, 8: 1}
 
 
+def test_after_a_first_size_that_has_no_room_the_next_one_is_warmed_up():
+    """Nothing is known yet of a capture of its kind."""
+    eager: set[int] = set()
+
+    def forward(x):
+        if current_capture() is None:
+            eager.add(len(x))
+        elif len(x) == 8:
+            raise ResourceExhaustedError("no room")
+        return x * 2
+
+    runner = runner_of(forward, check="off")
+    with pytest.warns(UserWarning, match="1 of 4 graphs"):
+        runner.capture()
+    assert 6 in eager and 4 not in eager
+
+
 def test_an_interrupted_attempt_is_not_repeated():
     tries: list[int] = []
 

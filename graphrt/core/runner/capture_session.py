@@ -363,8 +363,9 @@ class RunnerCapture:
         """Whether a graph is captured without a warm-up first: not the first and largest of its
         kind, nor after too many failures of that."""
         kind, tokens = (graph.mode, graph.descriptor.kind), graph.descriptor.num_tokens
-        largest, failures, _ = self._warmed.setdefault(kind, (tokens, 0, _MANY))
-        is_known = tokens < largest and failures < _MOST_FAILURES
+        largest, failures, least = self._warmed.setdefault(kind, (tokens, 0, _MANY))
+        # Not where the first was dropped: nothing is known of a capture of the kind.
+        is_known = tokens < largest and failures < _MOST_FAILURES and least < _MANY
         return graph.mode in self._tried and is_known and self._state.may_try()
 
     def _warm_up_first(self, graph: graph_table.PreparedStep) -> None:
