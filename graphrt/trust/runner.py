@@ -125,7 +125,9 @@ class RunnerChecks(Checks):
         if self.tries_all and setup.host.ranks is None:
             graph = TriedGraph(TrialRecord(step.dispatch.mode, step.dispatch.descriptor))
             runs = EagerRuns(executor, step, padding)
-            Trial(runs, graph, None, setup.pool.platform, setup.options).look_at_padding()
+            declared = [*setup.host.state]
+            trial = Trial(runs, graph, None, setup.pool.platform, setup.options, (), declared)
+            trial.look_at_padding()
             self.ran_forward()
         before = padding.read(padding.first_rows)
         outputs = self._run_alone(executor, step)

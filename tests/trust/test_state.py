@@ -116,3 +116,31 @@ def test_declared_state_advances_once_a_step_whatever_is_checked(level: Any, kin
         assert torch.equal(call(x=torch.ones(3, 2)), torch.full((3, 2), step + 1.0))
         assert count.item() == step
         assert runner.last_dispatch.reason is Reason.HIT
+
+
+@pytest.mark.parametrize("level", ["capture", "always"])
+def test_declared_state_advances_once_in_an_eager_step_beside_padding(level: Any) -> None:
+    """At `always` such a step runs twice, to see which rows it reads."""
+    count, cache = torch.zeros(1), torch.zeros(9, 2)
+
+    def forward(x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        cache[at] = x
+        return torch.ops.graphrt_tests.advance(x, count)
+
+    runner: Any = GraphRunner(
+        forward,
+        mode="FULL",
+        sizes=[2, 4],
+        inputs={
+            "x": InputSpec(torch.float32, ("tokens", 2)),
+            "at": InputSpec(torch.int64, ("tokens",), index=True, pad=8),
+        },
+        outputs=("tokens", 2),
+        host=Host(state=[count]),
+        options=GraphOptions(check=level),
+        platform="cpu",
+    )
+    runner.capture()
+    for step, rows in enumerate((3, 6, 3, 6), start=1):
+        runner(x=torch.ones(rows, 2), at=torch.arange(rows))
+        assert count.item() == step
