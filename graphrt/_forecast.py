@@ -1,4 +1,4 @@
-"""`CaptureBar`: the line of a terminal that shows a capture, and what the rest of it will take.
+"""`CaptureBar` shows a capture in one line of a terminal, and forecasts its rest.
 
 1. Graphs are captured from the largest to the smallest, into one pool. The first takes what a step
    needs at its peak, and the next ones use it again.
@@ -70,8 +70,8 @@ class Forecast:
 
 
 def predicted(captured: Sequence[GraphMemory], left: Iterable[tuple[str, int]]) -> Forecast | None:
-    """The memory of all graphs: those `captured`, in their order, and those `left`, by mode and
-    tokens. None before the second one, and if bytes are unknown."""
+    """Predict the memory of all graphs, from those `captured` (in their order) and the mode and
+    tokens of those `left`. None before the second graph, and if bytes are unknown."""
     if len(captured) < 2 or any(graph.pool_bytes is None for graph in captured):
         return None
     by_mode: dict[str, list[GraphMemory]] = {}
@@ -91,8 +91,8 @@ def predicted(captured: Sequence[GraphMemory], left: Iterable[tuple[str, int]]) 
 
 
 def _driver_bytes(graphs: Sequence[GraphMemory], first: int) -> float:
-    """Bytes that the driver will take for one graph more than `graphs`. `first` is what it took for
-    the first graph of all, with the kernels that were loaded with it."""
+    """Predict the driver's bytes for the graph after `graphs`. `first` are those of the very first
+    graph, which include the kernels loaded with it."""
     taken = [graph.driver_bytes or 0 for graph in graphs]
     later = min(sum(taken[1:]) / len(taken[1:]), first)
     # A graph that took nothing fitted into a chunk of an earlier one.
@@ -100,8 +100,8 @@ def _driver_bytes(graphs: Sequence[GraphMemory], first: int) -> float:
 
 
 def seconds_left(captured: Sequence[tuple[str, float]], left: Iterable[str]) -> float | None:
-    """The seconds that graphs of the modes `left` will take, after those that are `captured`, of
-    which the mode and the seconds are known. None before the second one."""
+    """Predict the seconds of the graphs that are `left`, given by mode, from the modes and seconds
+    of those `captured`. None before the second graph."""
     if len(captured) < 2:
         return None
     total = 0.0

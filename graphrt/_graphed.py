@@ -63,8 +63,8 @@ class Graphed(Uncopied, Generic[R]):
         self._names = names
 
     def __call__(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> R:
-        """Returns the model's results. Inputs are given by position or by keyword. Raises what a
-        call of the runner raises."""
+        """Returns the model's results. Inputs are given by position or by keyword. Raises the
+        errors of `GraphRunner.__call__`."""
         if not args:
             return self.runner(**kwargs)
         if len(args) > len(self._names) or kwargs.keys() & {*self._names[: len(args)]}:
@@ -239,8 +239,8 @@ def _bound(
         is_several = kind is inspect.Parameter.VAR_POSITIONAL
         names = [f"{name}_{at}" for at in range(len(values))] if is_several else [name]
         bound.update(zip(names, values, strict=True))
-        # As the model is called: hooks of it see inputs by position as such. In front of `*inputs`,
-        # and of what is given by position, all are.
+        # A hook of the model reads `args[0]`: what was given by position stays there. All in front
+        # of `*inputs` have to.
         is_first = len(first_names) < len(given) or several is not None
         if is_first or kind is inspect.Parameter.POSITIONAL_ONLY:
             first_names += names if kind is not inspect.Parameter.KEYWORD_ONLY else []
@@ -423,12 +423,12 @@ def _axes_of(large: Any, small: Any) -> Any:
 
 
 class _Written(NamedTuple):
-    """A call of an operator that wrote where, or what, inputs decide."""
+    """One call of an operator whose rows, or values, depend on inputs."""
 
     tensor: tuple[int | None, StorageWeakRef, tuple[int, ...]]
     """The key of its storage, that, and its shape."""
     deciding: Mapping[str, int | None]
-    """Input -> the last row that it can address; None if its numbers are not those of rows."""
+    """Input -> the last row that it can address; None if it holds no row numbers."""
     operator: str
     indexed: list[int]
     """The sizes of the dimensions along which it was given row numbers."""
