@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,21 +14,6 @@ pytestmark = pytest.mark.cuda
 
 MIB = 1 << 20
 SIZES = [1, 2, 4, 8, 16]
-
-
-@pytest.fixture
-def limit() -> Iterator[Callable[[int], None]]:
-    """Lets torch have so many bytes beyond what it holds now; lifted at the end."""
-
-    def set_limit(nbytes: int) -> None:
-        gc.collect()
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        allowed = torch.cuda.memory_reserved() + nbytes
-        torch.cuda.set_per_process_memory_fraction(allowed / torch.cuda.mem_get_info()[1])
-
-    yield set_limit
-    lift()
 
 
 def lift() -> None:

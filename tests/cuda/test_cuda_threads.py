@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -118,25 +118,9 @@ def test_a_thread_that_holds_the_capture_lock_is_not_beside_a_capture(
     assert wrong == []
 
 
-@pytest.fixture
-def nearly_full() -> Iterator[Callable[[int], None]]:
-    """Leaves so many bytes of the device free, by a tensor of the host's."""
-    held = []
-
-    def fill(nbytes: int) -> None:
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        free = torch.cuda.mem_get_info()[0]
-        held.append(torch.empty(free - nbytes, dtype=torch.uint8, device="cuda"))
-
-    yield fill
-    held.clear()
-    torch.cuda.empty_cache()
-
-
 @pytest.mark.parametrize("mib", [16, 48])
 def test_the_smaller_graphs_stay_on_a_nearly_full_device(
-    nearly_full: Callable[[int], None], mib: int
+    limit: Callable[[int], None], mib: int
 ) -> None:
     """At the largest size the forward needs more than there is. Beside the graph of the next one
     the rest has no room for a warm-up of the third: it is warmed up in the memory of the graphs."""
@@ -154,7 +138,7 @@ def test_the_smaller_graphs_stay_on_a_nearly_full_device(
         platform="cuda",
     )
     with runner:
-        nearly_full(12 * mib * MIB)
+        limit(12 * mib * MIB)
         with pytest.warns(errors.GraphsDroppedWarning):
             runner.capture()
         sizes = [each.descriptor.num_tokens for each in runner.report().graphs]
@@ -166,7 +150,7 @@ def test_the_smaller_graphs_stay_on_a_nearly_full_device(
 
 
 def test_a_first_step_without_memory_for_its_trial_is_replayed_with_one_warning(
-    nearly_full: Callable[[int], None],
+    limit: Callable[[int], None],
 ) -> None:
     def forward(x: torch.Tensor) -> torch.Tensor:
         workspace = torch.empty(64 * MIB, dtype=torch.uint8, device=x.device)
@@ -181,7 +165,7 @@ def test_a_first_step_without_memory_for_its_trial_is_replayed_with_one_warning(
         platform="cuda",
     ) as runner:
         runner.capture()
-        nearly_full(16 * MIB)
+        limit(16 * MIB)
         x = torch.rand(2, 8)
         with pytest.warns(errors.GraphMemoryWarning, match="no memory was left"):
             assert torch.equal(runner(x=x).cpu(), x + 1)
