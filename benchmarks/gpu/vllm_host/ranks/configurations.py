@@ -5,12 +5,13 @@ import os
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.vllm_host.configurations import PIECES, SIZES
+from benchmarks.gpu.vllm_host.configurations import PIECES
 from benchmarks.gpu.vllm_host.processes import entry_points
 
 CONTESTANTS = ("graphrt", "vllm")
 VOCABULARY = 128256
 LAYERS = 16
+SIZES = [1, 2, 4, 8, 16, 40, 64, 128, 256]
 
 MULTICAST_OFF = {
     # A program that uses NVLink's multicast can put shared GPUs out of service.
@@ -121,6 +122,8 @@ def environment(
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_HOST_IP": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "VLLM_DISABLE_COMPILE_CACHE": "1",
         "VLLM_CACHE_ROOT": str(work / "cache" / name),
