@@ -105,7 +105,31 @@ def modules(version: str) -> Modules:
         GPUModelRunner=type("GPUModelRunner", (), {"profile_cudagraph_memory": lambda self: 0}),
     )
     made.add("vllm.config", CUDAGraphMode=CUDAGraphMode)
+    made.add("vllm.v1.executor.multiproc_executor", WorkerProc=WorkerProc)
     return made
+
+
+class WorkerProc:
+    """What watches the pipe of the parent process in a worker."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def monitor_death_pipe(
+        self, death_pipe: Any, shutdown_requested: threading.Event
+    ) -> threading.Thread | None:
+        if death_pipe is None:
+            return None
+
+        def monitor() -> None:
+            try:
+                death_pipe.recv()
+            except EOFError:
+                shutdown_requested.set()
+
+        thread = threading.Thread(target=monitor, daemon=True)
+        thread.start()
+        return thread
 
 
 def _forward_context(made: Modules) -> ModuleType:

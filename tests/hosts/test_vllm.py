@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
+import multiprocessing
 import os
 import sys
+import threading
 import weakref
 from collections import Counter
 from types import SimpleNamespace
@@ -130,6 +132,36 @@ def test_a_wrapper_captures_in_a_session_and_replays_each_descriptor(vllm, name)
             output = wrapper(buffer[: key.num_tokens])
         assert torch.equal(output, forward.of(buffer[: key.num_tokens]))
     assert forward.calls == len(keys)
+
+
+@pytest.mark.skipif(host.IS_INSTALLED, reason="the published worker watches its parent process")
+@pytest.mark.parametrize("name", ["PIECEWISE", "FULL"])
+def test_a_worker_that_ends_names_its_rank_and_the_graph_it_was_in(vllm, told, name):
+    executor = sys.modules["vllm.v1.executor.multiproc_executor"]
+    shutdown = threading.Event()
+
+    def last_line() -> str:
+        reader, writer = multiprocessing.Pipe(duplex=False)
+        thread = executor.WorkerProc(rank=3).monitor_death_pipe(reader, shutdown)
+        writer.close()
+        thread.join(10)
+        assert shutdown.is_set()
+        return [line for line in told.messages if "rank 3 ends" in line][-1]
+
+    config, buffer = host.config([2, 4], name), torch.zeros(4, 4)
+    mode, keys = vllm.mode[name], [vllm.Key(4), vllm.Key(2)]
+    wrapper = vllm.v1.CUDAGraphWrapper(Forward(), config, runtime_mode=mode)
+    with vllm.v1.graph_capture(device=torch.device("cpu")):
+        with step(vllm, config, mode, keys[0]):
+            wrapper(buffer)
+        assert last_line().endswith(f"captures the {name} graph for 4 tokens, 0 steps so far")
+        with step(vllm, config, mode, keys[1]):
+            wrapper(buffer[:2])
+    for key in (*keys, keys[0]):
+        with step(vllm, config, mode, key):
+            wrapper(buffer[: key.num_tokens])
+    assert last_line().endswith(f"it was last in the {name} graph for 4 tokens, 2 steps so far")
+    assert executor.WorkerProc(0).monitor_death_pipe(None, shutdown) is None
 
 
 @pytest.mark.parametrize("name", ["PIECEWISE", "FULL"])

@@ -2,13 +2,15 @@
 
     python -m benchmarks.gpu.vllm_host run --site SITE --work DIR [--only REGEX] [--out FILE]
     python -m benchmarks.gpu.vllm_host memory --site SITE --work DIR --only REGEX [--out FILE]
+    python -m benchmarks.gpu.vllm_host ranks --site SITE --work DIR [--only REGEX] [--out FILE]
 
 SITE is a folder with vLLM and what it imports (left out: where Python finds them). Every
 configuration is a process of its own, all at once, on the GPUs in turn; in it one engine has
 graphrt's graphs and another one vLLM's own. Both generate greedily for the same prompts, then are
 timed in turns, one process a GPU at a time. Weights are random normals, so that tokens depend on
 attention. `memory` compares the first capture of one engine that has its process, and its GPU, to
-itself, as what one engine has made is there for the next one.
+itself, as what one engine has made is there for the next one. `ranks` is for two GPUs: tensor and
+data parallel engines, and engines of which a worker is killed.
 """
 
 import argparse
@@ -19,6 +21,7 @@ from pathlib import Path
 
 from benchmarks.gpu.vllm_host.memory import run_memory
 from benchmarks.gpu.vllm_host.one import run_alone, run_one
+from benchmarks.gpu.vllm_host.ranks.run import run_ranks
 from benchmarks.gpu.vllm_host.run import run_all
 
 
@@ -32,21 +35,25 @@ def main() -> int:
     one.add_argument("--alone", choices=["graphrt", "vllm"], help="start that engine alone")
     everything = commands.add_parser("run")
     memory = commands.add_parser("memory")
-    for command in (everything, memory):
+    ranks = commands.add_parser("ranks")
+    for command in (everything, memory, ranks):
         command.add_argument("--site", type=Path, help="a folder with vLLM")
         command.add_argument("--out", type=Path, help="a JSON file for all results")
         command.add_argument("--only", default="", help="regular expression on names")
         command.add_argument("--gpus", type=int, default=2)
-    everything.add_argument("--seconds", type=float, default=270, help="stop what runs then")
-    for command in (one, everything, memory):
+    for command in (everything, ranks):
+        command.add_argument("--seconds", type=float, default=270, help="stop what runs then")
+    for command in (one, everything, memory, ranks):
         command.add_argument("--work", type=Path, required=True)
-    for command in (one, everything):
+    for command in (one, everything, ranks):
         command.add_argument(
             "--barrier", type=float, default=190, help="time from then at the latest"
         )
     args = parser.parse_args()
     if args.command == "run":
         return run_all(args)
+    if args.command == "ranks":
+        return run_ranks(args)
     if args.command == "memory":
         return run_memory(args)
     logging.basicConfig(level=logging.WARNING)

@@ -50,10 +50,12 @@ _keys = itertools.count()
 
 def _counting(graph: KeyedGraph, descriptor: BatchDescriptor) -> Callable[[], Any]:
     """The replay of a graph, which counts its steps."""
-    row, replay = state.table.row(GraphMode.FULL, descriptor), graph.replay
+    table, replay = state.table, graph.replay
+    row = table.row(GraphMode.FULL, descriptor)
 
     def counted() -> Any:
         row.steps += 1
+        table.latest = row
         return replay()
 
     return counted

@@ -16,12 +16,14 @@ from graphrt.errors import UnsupportedHostError
 from graphrt.hosts.vllm._state import state
 from graphrt.hosts.vllm.breakable import breakable_type
 from graphrt.hosts.vllm.encoder import EncoderCaptures
+from graphrt.hosts.vllm.ending import telling_of_the_end
 from graphrt.hosts.vllm.full import FullCaptures, TorchWithGraphs
 from graphrt.hosts.vllm.log import logger
 from graphrt.hosts.vllm.table import save_at_end
 from graphrt.hosts.vllm.versions import (
     BREAKABLE,
     ENCODER,
+    EXECUTOR,
     PARALLEL,
     PROFILE,
     RUNNER2,
@@ -82,6 +84,10 @@ def install_into_vllm() -> None:
         _replace(vision, "torch", TorchWithGraphs(encoder.new_graph, encoder.capturing))
         for runner in (_module(V1).GPUModelRunner, _module(RUNNER2).GPUModelRunner):
             _replace(runner, PROFILE, _closing_unused(vars(runner)[PROFILE]))
+        executor = sys.modules.get(EXECUTOR)
+        if executor is not None:  # always in a worker of several, which comes from it
+            monitor = telling_of_the_end(executor.WorkerProc.monitor_death_pipe)
+            _replace(executor.WorkerProc, "monitor_death_pipe", monitor)
         state.serving = True
         save_at_end(state.report)
     except BaseException:  # an interrupt too leaves vLLM as it was

@@ -75,6 +75,7 @@ class Steps:
         if step is begun:
             return step
         row.steps += 1
+        self._table.latest = row
         step.begin_step()
         if begun is not None and begun is not _NO_GRAPH:
             step.token = begun.token
@@ -90,6 +91,7 @@ class Steps:
             step_and_row = self._new(step.mode.name, variant, tokens, inner=inner)
         keyed, row = step_and_row
         row.steps += 1
+        self._table.latest = row
         keyed.begin_step()
         return keyed
 

@@ -79,6 +79,8 @@ class Table:
         self._last_s: float | None = None
         # The row of the last capture, and its pool.
         self._last: tuple[Row, GraphPool] | None = None
+        self.latest: Row | None = None
+        """The row of the last capture or step."""
 
     def row(self, mode: GraphMode, descriptor: BatchDescriptor) -> Row:
         """The row of a batch; made if there is none."""
@@ -107,6 +109,7 @@ class Table:
             vars(row).update(vars(new_row))
             # Rows are in the order of their captures, also where vLLM captures again.
             self._rows[mode, descriptor] = self._rows.pop((mode, descriptor))
+        self.latest = row
         row.graphs += 1
         row.steps = 0
         row.capture_s += now_s - began

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterator
 from types import CodeType
 
@@ -20,6 +21,7 @@ ENCODER = "vllm.v1.worker.encoder_cudagraph"
 BREAKABLE = "vllm.compilation.breakable_cudagraph"
 WRAPPER = "vllm.compilation.cuda_graph"
 PARALLEL = "vllm.distributed.parallel_state"
+EXECUTOR = "vllm.v1.executor.multiproc_executor"
 
 _NAMES = {
     WRAPPER: ("CUDAGraphWrapper._all_instances", "CUDAGraphWrapper.unwrap"),
@@ -55,6 +57,9 @@ _ARGUMENTS = {
 }
 """Functions of vLLM that graphrt replaces or calls, with the arguments that they must take."""
 
+_OF_WORKERS = {(EXECUTOR, "WorkerProc.monitor_death_pipe"): ("death_pipe",)}
+"""The same, of a module that only engines with several workers import."""
+
 _USES = {
     (V2, "CudaGraphManager.capture"): {"CUDAGraph", "graph", "graphs"},
     (ENCODER, "EncoderCudaGraphManager._capture_budget_graph"): {"CUDAGraph", "graph"},
@@ -77,7 +82,8 @@ def check_version(version: str) -> None:
 def check_names(version: str) -> None:
     """Raise `UnsupportedHostError` where vLLM lacks a name, an argument or a call that graphrt
     relies on, which names all of them."""
-    missing = [*missing_names(_NAMES), *missing_arguments(_ARGUMENTS), *_missing_uses()]
+    arguments = _ARGUMENTS | (_OF_WORKERS if EXECUTOR in sys.modules else {})
+    missing = [*missing_names(_NAMES), *missing_arguments(arguments), *_missing_uses()]
     if missing:
         raise UnsupportedHostError(
             f"vLLM {version} is not as graphrt knows it",

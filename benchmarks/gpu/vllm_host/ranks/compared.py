@@ -1,0 +1,121 @@
+"""Two engines side by side, one with graphrt: tokens, steps and captures."""
+
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.gpu.vllm_host.ranks.configurations import CONTESTANTS
+from benchmarks.gpu.vllm_host.ranks.handle import Handle
+
+ASKED = ((1, False), (3, False), (8, False), (37, False), (64, False), (96, True))
+TIMED = (1, 8, 64)
+TOKENS = 48
+
+
+def started(result: dict[str, Any], engines: dict[str, Handle], until: float) -> None:
+    """Wait until both have started."""
+    for contestant, engine in engines.items():
+        result[contestant] = engine.reply(until - time.time())
+
+
+def compare(result: dict[str, Any], engines: dict[str, Handle]) -> None:
+    """The same prompts for both, one after the other: two that spin in collectives on the same
+    GPUs wait for each other's share of time at each of them."""
+    mine, theirs = engines["graphrt"], engines["vllm"]
+    result["batches"] = {}
+    for batch, mixed in ASKED:
+        asked = {"do": "generate", "batch": batch, "seed": batch, "tokens": TOKENS, "mixed": mixed}
+        before = counts(mine)
+        tokens = mine.ask(60, **asked)["tokens"]
+        steps = [a["steps"] - b["steps"] for a, b in zip(counts(mine), before, strict=True)]
+        found = told(tokens, theirs.ask(60, **asked)["tokens"])
+        result["batches"][f"{batch}{' mixed' * mixed}"] = {**found, "steps": steps}
+        if batch == 37:
+            found["same_again"] = mine.ask(60, **asked)["tokens"] == tokens
+    result["counts"] = {name: counts(engine) for name, engine in engines.items()}
+
+
+def counts(engine: Handle) -> list[dict[str, Any]]:
+    """What graphrt has captured and replayed, for each worker."""
+    found: list[dict[str, Any]] = engine.ask(30, do="rpc", method="bench_counts", args=[])
+    return found
+
+
+def told(mine: list[list[int]], theirs: list[list[int]]) -> dict[str, Any]:
+    """Whether tokens are equal, their share, and how many differ from one another."""
+    pairs = [
+        pair
+        for one, other in zip(mine, theirs, strict=True)
+        for pair in zip(one, other, strict=True)
+    ]
+    return {
+        "equal": mine == theirs,
+        "share_equal": round(sum(a == b for a, b in pairs) / len(pairs), 4),
+        "distinct": len({token for request in mine for token in request}),
+    }
+
+
+def time_in_turns(result: dict[str, Any], engines: dict[str, Handle]) -> None:
+    """Captures made again, in turns; then steps in turns, and tokens once more."""
+    captures: dict[str, list[Any]] = {name: [] for name in CONTESTANTS}
+    for _ in range(2):
+        for name in ("vllm", "graphrt"):
+            captures[name].append(
+                engines[name].ask(60, do="rpc", method="bench_recapture", args=[])
+            )
+    result["captured_again"] = captures
+    asked = {"do": "generate", "batch": 8, "seed": 8, "tokens": TOKENS}
+    tokens = {name: engine.ask(60, **asked)["tokens"] for name, engine in engines.items()}
+    result["equal_after"] = tokens["graphrt"] == tokens["vllm"]
+    result["timed"] = {}
+    for batch in TIMED:
+        medians: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
+        for turn in range(4):
+            for name in CONTESTANTS if turn % 2 else CONTESTANTS[::-1]:
+                got = engines[name].ask(60, do="generate", batch=batch, seed=batch, tokens=64)
+                medians[name].append(got["step_us"])
+        ratios = [a / b for a, b in zip(medians["graphrt"], medians["vllm"], strict=True)]
+        result["timed"][str(batch)] = {
+            **{name: round(statistics.median(values), 1) for name, values in medians.items()},
+            "ratio": round(statistics.median(ratios), 3),
+            "turns": medians,
+        }
+
+
+LOADS = (((8, 24), (8, 24)), ((8, 24), (3, 24)), ((37, 24), (1, 1)), ((1, 1), (8, 24)))
+"""For each rank of data parallel engines: requests and tokens of each. With one token a rank is
+idle soon, and runs along."""
+
+
+def compare_data_parallel(
+    result: dict[str, Any], engines: dict[str, list[Handle]], until: float
+) -> None:
+    """The same for engines of two ranks with batches of their own."""
+    for contestant, ranks in engines.items():
+        result[contestant] = [engine.reply(until - time.time()) for engine in ranks]
+    result["loads"] = []
+    for loads in LOADS:
+        tokens: dict[str, list[Any]] = {}
+        for contestant, ranks in engines.items():
+            for rank, (engine, (batch, most)) in enumerate(zip(ranks, loads, strict=True)):
+                engine.send(do="generate", batch=batch, seed=10 * batch + rank, tokens=most)
+            tokens[contestant] = [engine.reply(60)["tokens"] for engine in ranks]
+        pairs = zip(tokens["graphrt"], tokens["vllm"], strict=True)
+        result["loads"].append(
+            {
+                "loads": loads,
+                "ranks": [told(*pair) for pair in pairs],
+                "counts": [counts(engine) for engine in engines["graphrt"]],
+            }
+        )
+
+
+def at_once(calls: list[Callable[[], None]]) -> None:
+    """Run calls in threads, and wait for all."""
+    threads = [threading.Thread(target=call, daemon=True) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
