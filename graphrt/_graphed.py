@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
 from typing import Any, Generic, Literal, NamedTuple
@@ -42,7 +42,7 @@ from graphrt.core.inputs.outputs import OutputLayout
 from graphrt.core.inputs.spec import InputSpec, specs_of
 from graphrt.core.replay.recording import without_inner_graphs
 from graphrt.core.runner.host import Example, Host
-from graphrt.core.runner.report import GAIN_TITLES, gain_of
+from graphrt.core.runner.report import GAIN_TITLES, RunnerReport, gain_of
 from graphrt.core.runner.runner import R
 from graphrt.trust.watching.rows import indexed_by
 from graphrt.trust.watching.watch import Watch
@@ -52,8 +52,8 @@ InputAxes = Mapping[str, "InputSpec | Sequence[int | str | None]"]
 
 
 class Graphed(Uncopied, Generic[R]):
-    """A callable with graphs, called like the one that it was made of: see `graphed`. Its `runner`
-    has the rest: reports, `recapture()`, `close()`."""
+    """A callable with graphs, called like the one that it was made of: see `graphed`. It has the
+    methods that messages advise; its `runner` has the rest, `close()` too."""
 
     def __init__(
         self, runner: GraphRunner[R], model: Callable[..., R], names: tuple[str, ...]
@@ -79,6 +79,22 @@ class Graphed(Uncopied, Generic[R]):
     def unwrap(self) -> Callable[..., R]:
         """The model that the graphs are of."""
         return self._model
+
+    def recapture(self) -> None:
+        """Capture all graphs again: see `GraphRunner.recapture`."""
+        self.runner.recapture()
+
+    def weights_changed(self) -> None:
+        """Declare that weights were written or replaced: see `GraphRunner.weights_changed`."""
+        self.runner.weights_changed()
+
+    def measure(self, sizes: Collection[int] | None = None) -> None:
+        """Time graphs of these sizes against eager: see `GraphRunner.measure`."""
+        self.runner.measure(sizes)
+
+    def report(self) -> RunnerReport:
+        """Figures of the graphs and of the steps so far."""
+        return self.runner.report()
 
     def __repr__(self) -> str:
         return f"Graphed({', '.join(self._names)}: {self.runner!r})"

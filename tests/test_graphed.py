@@ -697,3 +697,17 @@ def test_on_a_gpu_graphs_equal_eager_and_the_gain_is_told() -> None:
     timed = [each for each in fast.runner.report().graphs if each.replay_s]
     assert {each.descriptor.num_tokens for each in timed} == {1, 8}
     print(fast)
+
+
+def test_the_verbs_that_messages_advise_are_there() -> None:
+    """`recapture()` after a weight was replaced, `weights_changed()`, `measure()`, `report()`."""
+    model = torch.nn.Linear(4, 3).requires_grad_(False).eval()
+    rows = torch.rand(4, 4)
+    fast = GRAPHED(model, (rows,), [2, 4])
+    model.weight = torch.nn.Parameter(torch.ones(3, 4), requires_grad=False)
+    fast.recapture()
+    fast.weights_changed()
+    fast.measure([2])
+    assert torch.equal(fast(rows), model(rows))
+    assert fast.report().reasons[Reason.HIT] == 1
+    fast.runner.close()

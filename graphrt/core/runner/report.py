@@ -312,5 +312,5 @@ def gain_of(graph: Mapping[str, Any]) -> tuple[str, str, str]:
     if not by_graph or not eager:
         return "", "", "not timed"
     gain = eager / by_graph
-    text = f"{gain:.1f} times" if gain >= 1.05 else f"no gain: {seconds_text(eager)} eagerly"
+    text = f"{gain:.1f} times" if gain >= 1.05 else f"no gain: eager takes {seconds_text(eager)}"
     return seconds_text(by_graph), seconds_text(eager), text
