@@ -243,8 +243,8 @@ class Ambient:
         else:
             reads += (torch_names.function_mode_is_on, False), (torch_names.count_dispatch_modes, 0)
             if NativeGlances is not None:
-                slots = tuple((read, None, was) for read, was in reads)
-                parts = tuple((read, call, was) for read, was in turns)
+                slots = tuple([(read, None, was) for read, was in reads])
+                parts = tuple([(read, call, was) for read, was in turns])
                 return NativeGlances(slots, parts, (len(slots), 1), MISSING, repeat(True))
         reads.append((in_turn(eq, turns).__next__, True))
         gets, was = zip(*reads, strict=True)

@@ -150,7 +150,8 @@ class HostWatch:
         picture, others = self.picture, list[Entry]()
         if picture is not None:
             last = dict(zip(map(id, picture.slots), self._last, strict=True))
-            others = self._untold((place, last[id(place)]) for place in picture.glanced)
+            values = map(last.__getitem__, map(id, picture.glanced))
+            others = self._untold(zip(picture.glanced, values, strict=True))
         return glances(read, ring_of(of_reads, others), PLACES[self.watched > 0], over)
 
     def _untold(self, rows: Iterable[Entry]) -> list[Entry]:

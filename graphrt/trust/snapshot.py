@@ -17,7 +17,7 @@ import collections
 import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from operator import eq, is_, itemgetter
+from operator import is_, itemgetter
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -32,7 +32,7 @@ from graphrt.trust.compare import difference
 from graphrt.trust.generators import WatchedGenerators
 from graphrt.trust.picture import Reading
 from graphrt.trust.places import slots
-from graphrt.trust.places.slots import MISSING, Place, Way, same_value
+from graphrt.trust.places.slots import MEMORY, MISSING, Place, same_value
 from graphrt.trust.places.walk import Kind, Places, is_array, shape_of
 from graphrt.trust.watching.writes import Region, SavedWrites
 
@@ -124,16 +124,6 @@ _ROUNDED = 1e-2
 """Tensors count as the same up to this difference, relative to their root mean square."""
 
 
-def _set_memory(held: torch.Tensor, memory: torch.Tensor, address: object) -> None:
-    if address == memory.data_ptr():
-        held.data = memory.detach()
-
-
-MEMORY = Way(lambda held, memory: held.data_ptr(), _set_memory, eq)
-"""The address of a tensor's memory, which `set_` and `.data =` change. The place's key is an alias
-of the first memory: it keeps that alive, so that no other memory gets its address."""
-
-
 def _memory_places(places: Places) -> list[Place]:
     # A subclass may have no detach() of the ordinary kind.
     return [
@@ -176,11 +166,9 @@ class PythonState(Reading):
     def restore(self, values: Sequence[Any] | None = None) -> None:
         """Put back the values of the beginning, or those that `take` returned."""
         wanted = self.was if values is None else values
-        for slot, value in zip(self.slots, wanted, strict=True):
-            if slot.way.set is None or (value is MISSING and slot.way is not slots.DEFAULT):
-                continue
-            now = slot.get()
-            if now is not value and not slot.way.same(value, now):
+        for at in self.moved_slots(wanted, self.take()):
+            slot, value = self.slots[at], wanted[at]
+            if slot.writable and (value is not MISSING or slot.way is slots.DEFAULT):
                 put_back(slot, value)
 
     def begin(self, values: Sequence[Any], numbers: Mapping[str, Any]) -> None:
@@ -211,7 +199,8 @@ class PythonState(Reading):
         differing: dict[str, tuple[Any, Any]] = {}
         for slot, our_value, their_value in zip(self.slots, ours, theirs, strict=True):
             # Memory that a run makes is at another address in each run.
-            if slot.way is MEMORY or _alike(our_value, their_value):
+            is_same = our_value is their_value or slot.way is MEMORY
+            if is_same or _alike(our_value, their_value):
                 continue
             if slot.way is slots.CONTENTS:
                 our_value, their_value = (

@@ -33,6 +33,7 @@ from graphrt.trust.places.slots import (
     CLASS_ATTRIBUTE,
     CONTENTS,
     ITEM,
+    MEMORY,
     MISSING,
     Place,
     Way,
@@ -40,7 +41,7 @@ from graphrt.trust.places.slots import (
 )
 from graphrt.trust.places.walk import LRU_CACHE, Keyed, Places, cached_results, with_keys
 from graphrt.trust.reads import ReadSet
-from graphrt.trust.snapshot import MEMORY, PythonState, StateSnapshot, is_plain, put_back
+from graphrt.trust.snapshot import PythonState, StateSnapshot, is_plain, put_back
 from graphrt.trust.watching.padding import PaddingRows
 from graphrt.trust.watching.watch import IssuedWatch, OwnMemory, Trace, Watch
 from graphrt.trust.watching.writes import SavedWrites, WriteWatch, note_operators

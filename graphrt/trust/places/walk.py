@@ -477,7 +477,8 @@ class Walk:
         self, at: Place, held: Any, *, names: set[str] | None = None, items: bool = False
     ) -> None:
         """List a dict or class whose new keys count; their names begin with the path of `at`."""
-        keys = slots.Keys((*slots.table_of(held),), names, items)
+        table = namespace_of(held) if issubclass(type(held), type) else dict.keys(held)
+        keys = slots.Keys(table, (*table,), names, items)
         self.places.keys.setdefault(id(held), Place(at, "", slots.KEYS, held, keys))
 
     def _unread(self, place: Place, why: str) -> None:
