@@ -112,8 +112,8 @@ def glances(
     if NativeGlances is not None:
         return NativeGlances(tuple(ring), tuple(parts), counts, MISSING, over), rounds
     # Made of iterators that run in C, as every step takes an answer.
-    of_places = in_turn(is_, [(get, was) for get, _, was in ring])
-    of_tensors = in_turn(eq, [(functools.partial(get, held), was) for held, get, was in parts])
+    of_places = in_rotation(is_, [(get, was) for get, _, was in ring])
+    of_tensors = in_rotation(eq, [(functools.partial(get, held), was) for held, get, was in parts])
     turns = [of_places] * counts[0] + [of_tensors] * counts[1]
     return map(all, zip(over, *turns, strict=False)), rounds
 
@@ -145,7 +145,7 @@ def _holds(place: Place, was: object) -> bool:
     return place.way.same(was, place.get())
 
 
-def in_turn(
+def in_rotation(
     same: Callable[[Any, Any], bool], of: Sequence[tuple[Callable[[], Any], Any]]
 ) -> Iterator[bool]:
     """Answers without end, for one thing after the other: whether it returns what it did."""

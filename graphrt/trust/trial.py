@@ -87,7 +87,7 @@ class TriedStep:
     sizes: Sequence[tuple[int, int]] = ()
     """(padded, live) of tokens, then of requests. Empty if there is no padding, or if the host says
     that live rows may depend on it."""
-    pads: Sequence[int] = ()
+    unused_rows: Sequence[int] = ()
     """Rows of state that only padding addresses: there runs with and without padding may differ."""
     has_gradients = False
     """Whether its caller has gradients on."""
@@ -240,25 +240,31 @@ class Trial:
         # The step that the host asked for: its effects stay.
         again = Run(step.eager(last_watch), state.take(), last_watch)
         verdict.outputs = again.outputs
-        self._judge_constants(first_watch, last_watch)
+        self._judge_runs(again, replayed, rebound)
+        if other_padding is not None:
+            self._judge_python(again, other_padding)
+            self._judge_padding(other_padding)
+        self._leave_asked_step(unpadded)
+
+    def _judge_runs(self, again: Run, replayed: Run, rebound: Collection[str]) -> None:
+        """Compare the replay with the first eager run and the last one, `again`. `rebound` are
+        paths where eager runs put another tensor."""
+        eager, watch = self._eager, self._eager.watch
+        self._judge_constants(watch, again.watch)
         if rebound:
             self._fail(verdicts.REBOUND, ", ".join(rebound))
-        self._note_another_way(first_watch)
+        self._note_another_way(watch)
         spread = difference(again.outputs, eager.outputs)
         self._rounding = max(self._rounding, 1e-6)
         # Ranks that try together all make this run: on some of them the two runs may be equal.
-        if self._has_parts and (spread is not None or step.together):
+        if self._has_parts and (spread is not None or self.step.together):
             self._look_for_clocks(again, spread)
         self._judge_replay("", "differ", spread, again.outputs, replayed.outputs)
         if eager.left.memory:
             before, after, by_replay = _memory(eager, again, replayed)
             where, how = " in the state that it writes", "leave different state"
             self._judge_replay(where, how, difference(after, before), after, by_replay)
-        self._judge_change(first_watch.trace)
-        if other_padding is not None:
-            self._judge_python(again, other_padding)
-            self._judge_padding(other_padding)
-        self._leave_asked_step(unpadded)
+        self._judge_change(watch.trace)
 
     def _leave_asked_step(self, unpadded: Run | None) -> None:
         """Leave the effects of the step that the host asked for. After a failure that is the run
@@ -531,7 +537,7 @@ class Trial:
     ) -> tuple[object, str] | None:
         """The first memory that padding has changed, of what two runs have left."""
         step, memory = self.step, self._state.memory
-        return memory.spoilt_by_padding(padded, alone, step.pads, step.sizes, self._rounding)
+        return memory.spoilt_by_padding(padded, alone, step.unused_rows, step.sizes, self._rounding)
 
     def _without_padding_rows(self, left: snapshot.Left) -> list[torch.Tensor]:
         """The memory that a run has left, but for the address of padding. The state is put back."""

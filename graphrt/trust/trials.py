@@ -43,6 +43,7 @@ from graphrt.core.runner.contract import Step
 from graphrt.core.runner.executor import StepExecutor
 from graphrt.core.runner.findings import TrialRecord
 from graphrt.trust.checks import Checks
+from graphrt.trust.padded_inputs import disturb, index_pads, unused_addresses
 from graphrt.trust.reads import ReadSet
 from graphrt.trust.trial import Rows, Trial, TriedStep
 from graphrt.trust.warm_up import WarmedUp
@@ -53,12 +54,11 @@ from graphrt.trust.watching.watch import Watch
 def slots_of(executor: StepExecutor, step: Step) -> Slots:
     """The values of a step's index inputs, with the addresses at which graphs read them."""
     declared = executor.inputs.declared
-    values = declared.check(step.values, None, None) if declared.addresses else {}
+    names = index_pads(declared)
+    values = declared.check(step.values, None, None) if names else {}
     views = [each.layout.views for each in executor.graphs.steps if each is not None]
     return {
-        name: (value, frozenset(view[name].data_ptr() for view in views))
-        for name, value in values.items()
-        if declared.specs[name].index
+        name: (values[name], frozenset(view[name].data_ptr() for view in views)) for name in names
     }
 
 
@@ -106,7 +106,7 @@ class StepRuns(TriedStep):
         self.is_padded = padded != live
         self.padding, self.is_served = padding, served
         self.slots = slots_of(executor, step)
-        self.pads = inputs.declared.unused_addresses(step.values)
+        self.unused_rows = unused_addresses(inputs.declared, step.values)
         self.together = step.agreed or graphs.setup.host.ranks is not None
         self.has_gradients = torch.is_grad_enabled()
         self.executor, self._layout = executor, prepared.layout
@@ -117,7 +117,7 @@ class StepRuns(TriedStep):
             fill = partial(inputs.reset, self._layout)
         elif rows == "disturbed":
             live = [live for _, live in self.sizes]
-            fill = partial(inputs.declared.disturb, self._layout, *live)
+            fill = partial(disturb, self._layout, *live)
         around = partial(watched, watch, fill)
         if rows == "alone":
             alone = Dispatch(GraphMode.NONE, unpadded(self.step.batch), Reason.HIT)

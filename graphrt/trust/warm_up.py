@@ -64,15 +64,15 @@ class WarmedUp(NamedTuple):
 
 @dataclass
 class WatchedState(RunWatch):
-    """The state of a forward during one capture session: what `snapshot` declares, and, if `reads`
+    """The state of a forward during one capture session: what `state` declares, and, if `reads`
     is watched, what warm-ups write. A session calls `run` for each warm-up and `capture` for each
     graph, `restore` after either, and `settle` at its end.
     """
 
-    snapshot: StateSnapshot
+    state: StateSnapshot
     reads: ReadSet
     warmed_up: dict[Hashable, WarmedUp]
-    pads: Sequence[int]
+    pad_rows: Sequence[int]
     """The padding values of index inputs: rows of these numbers may be written."""
     is_in_graphs: Callable[[torch.Tensor], bool]
     """Whether a tensor's memory is of a graph pool."""
@@ -88,7 +88,7 @@ class WatchedState(RunWatch):
     def __post_init__(self) -> None:
         # What the last run under a `WriteWatch` wrote, with the values before it. It is kept until
         # the next run: the capture of that size writes the same memory.
-        self._writes_of_size = SavedWrites(self.snapshot.memory.limit)
+        self._writes_of_size = SavedWrites(self.state.memory.limit)
         # Which Python slots the runs of this session change; None until a run is watched.
         self._moves: _Moves | None = None
         # The kinds of which this session has watched a run.
@@ -143,7 +143,7 @@ class WatchedState(RunWatch):
 
     def _write_watch(self, moves: _Moves, tokens: int, *, records: bool = False) -> WriteWatch:
         """A watch for the next run of a size, which saves what that writes."""
-        memory = self.snapshot.memory
+        memory = self.state.memory
         self._writes_of_size.restore()
         self._writes_of_size = SavedWrites(memory.limit)
         return WriteWatch(moves.before, self._writes_of_size, memory, tokens, records=records)
@@ -167,12 +167,12 @@ class WatchedState(RunWatch):
     def _begin(self) -> _Moves:
         """Before the session's first watched run: save what the forward reaches."""
         places = self.reads.walk()
-        self.snapshot.reach(places)
+        self.state.reach(places)
         note_operators()
         before = {key for _, _, key in places.keyed}
         # Earlier sessions may have watched all kinds, so that this one would not find `remade`.
         moves = _Moves(
-            self.snapshot.python,
+            self.state.python,
             before,
             self.is_in_graphs,
             {*self.reads.remade},
@@ -188,7 +188,7 @@ class WatchedState(RunWatch):
         read and write; returns the result of the last."""
         is_first = not self._kinds
         self._kinds.add(kind)
-        reads, memory = self.reads, self.snapshot.memory
+        reads, memory = self.reads, self.state.memory
         watch, result = run()
         # The first run may define operators that smaller sizes call. To look for them takes
         # milliseconds, and later runs define some only where they call what is not torch's own.
@@ -210,7 +210,7 @@ class WatchedState(RunWatch):
             reads.note(again)
             padding = _filled_once(made, watch, again, run, reads)
             if padding is not None:
-                self.snapshot.python.restore()
+                self.state.python.restore()
                 raise PythonStateError(
                     "the first call of the forward made or filled memory, and later calls read it; "
                     "a capture runs on padding, so its graph would start from wrong state",
@@ -240,7 +240,7 @@ class WatchedState(RunWatch):
         doors = side_doors.get()
         if self.has_parts and doors is not None:
             undo.set(side_doors, _NotedParts(doors, moves))
-        watch = Watch(inputs, self.snapshot.memory, generators=self.snapshot.generators)
+        watch = Watch(inputs, self.state.memory, generators=self.state.generators)
         result = watch.around(calls())
         moves.note()
         return watch, result
@@ -326,11 +326,11 @@ class WatchedState(RunWatch):
         if was_recorded:
             return
         self._writes_of_size.restore()
-        self.snapshot.restore_memory()
+        self.state.restore_memory(self.state.memory.restore)
 
     def may_draw(self, *, is_tried: bool = False) -> bool:
         # Only watched warm-ups note the forward's own generators.
-        generators = self.snapshot.generators
+        generators = self.state.generators
         return not self.reads.watched or generators.have_drawn(generators.take())
 
     def reads_host_memory(self) -> bool:
@@ -340,15 +340,13 @@ class WatchedState(RunWatch):
         if self.reads.watched:
             self.reads.settle()
 
-    @undoing
-    def settle(self, undo: Undo, last_runs: Callable[[], None]) -> None:
-        """After captures, and after `last_runs` of the forward: put back generators and the Python
+    def settle(self, last_runs: Callable[[], None]) -> None:
+        """After captures, and after `last_runs` of the forward: put back the Python
         slots that runs go on changing, check memory that only padding protects, find what graphs
         read, and warn of tensors of graphs that are left in Python.
 
         Raises what the runs raise, `StateTooLargeError` and `PythonStateError`."""
         moves, reads = self._moves, self.reads
-        undo.later(self.snapshot.generators.restore)
         if moves is not None:
             moves.is_captured = True
         last_runs()
@@ -356,8 +354,8 @@ class WatchedState(RunWatch):
             return
         if moves is not None:
             moves.settle(reads, contents=self.has_parts)
-        reads.protected += self.snapshot.memory.check_protected(self.pads)
-        self.padding.note_protected(self.snapshot.memory)
+        reads.protected += self.state.memory.check_protected(self.pad_rows)
+        self.padding.note_protected(self.state.memory)
         places = reads.settle()
         if moves is not None:
             moves.warn_of_left(places.keyed)
