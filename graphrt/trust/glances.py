@@ -63,11 +63,11 @@ def ring_of(reads: Sequence[Entry], others: Iterable[Entry]) -> list[Entry]:
         kind = id(slots.LENGTH if way is KEYS else way), label, above
         groups.setdefault(kind, []).append(entry)
     count = sum(map(len, groups.values()))
+    apart = [index * _GOLDEN % 1 for index in range(max(count, len(reads)))]
     repeats = -(-count // (_OTHERS_PER_READ * len(reads))) if reads else 0
     turns: list[tuple[float, Entry]] = []
     for at, group in enumerate((reads, *groups.values())):
         times = max(repeats, 1) if group is reads else 1
-        apart = [index * _GOLDEN % 1 for index in range(len(group))]
         order = sorted(range(len(group)), key=apart.__getitem__) * times
         first = at * _GOLDEN % 1
         turns += [((turn + first) / len(order), group[at]) for turn, at in enumerate(order)]

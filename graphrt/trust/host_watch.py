@@ -128,6 +128,11 @@ class HostWatch:
         self.picture = Picture(places)
         self._last = self.picture.was
 
+    def is_as_aimed(self) -> bool:
+        """Whether nothing at all has changed since `aim`."""
+        picture = self.picture
+        return picture is not None and picture.are_same(picture.was, picture.take())
+
     def _watched(self, place: Place) -> tuple[Any, frozenset[Any] | set[str] | None]:
         """A dict or class, and which keys of it count; None for all."""
         closed = self._closed.get(id(place.holder))

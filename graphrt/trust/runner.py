@@ -24,14 +24,8 @@ from graphrt.core.runner.graph_table import GraphTable
 from graphrt.core.runner.host import Example, MakeExample
 from graphrt.core.runner.setup import RunnerSetup
 from graphrt.core.runner.weights import NamedWeights, refuse_moved
+from graphrt.trust import padded_inputs
 from graphrt.trust.checks import NO_INPUTS, Checks
-from graphrt.trust.padded_inputs import (
-    Differing,
-    address_pads,
-    differing,
-    index_pads,
-    shown_by,
-)
 from graphrt.trust.reads import ReadSet
 from graphrt.trust.snapshot import StateSnapshot
 from graphrt.trust.trial import Trial
@@ -61,9 +55,9 @@ class RunnerChecks(Checks):
             setup.options,
             reads,
             setup.pool.platform.device_type,
-            inputs=NO_INPUTS if setup.host.mixes_rows else shown_by(declared),
+            inputs=NO_INPUTS if setup.host.mixes_rows else padded_inputs.shown_by(declared),
             reqs=setup.inputs.reqs,
-            pads=address_pads(declared),
+            pads=padded_inputs.address_pads(declared),
         )
 
     def reset(self) -> None:
@@ -78,7 +72,7 @@ class RunnerChecks(Checks):
             StateSnapshot(platform.device_type, limit, setup.host.state),
             self.reads,
             self.warmed_up,
-            pad_rows=[*index_pads(declared).values()],
+            pad_rows=[*padded_inputs.index_pads(declared).values()],
             with_rows=frozenset[str]().union(*declared.by_axis.values()),
             is_in_graphs=partial(platform.owns, setup.pool.memory),
             has_parts=setup.plan.mode.has_piecewise,
@@ -133,8 +127,7 @@ class RunnerChecks(Checks):
         if self.tries_all and setup.host.ranks is None:
             graph = TriedGraph(TrialRecord(step.dispatch.mode, step.dispatch.descriptor))
             runs = EagerRuns(executor, step, padding)
-            declared = [*setup.host.state]
-            trial = Trial(runs, graph, None, setup.pool.platform, setup.options, (), declared)
+            trial = Trial(runs, graph, None, setup.pool.platform, setup.options, self.reads)
             trial.look_at_padding()
             self.ran_forward()
         before = padding.read(padding.first_rows)
@@ -201,7 +194,9 @@ class RunnerChecks(Checks):
                 raise verdict.failure
             self._note(runs, verdict, self._differing_inputs(executor, runs.step))
 
-    def _differing_inputs(self, executor: StepExecutor, step: Step) -> Differing | None:
+    def _differing_inputs(
+        self, executor: StepExecutor, step: Step
+    ) -> padded_inputs.Differing | None:
         """axis along which a step is padded -> its inputs that differ from their padding; None
         where no such axis is awaited."""
         if step.agreed:
@@ -214,7 +209,7 @@ class RunnerChecks(Checks):
             padded.append("tokens")
         if "reqs" in awaited and reqs_of(inputs, step.batch, step.values) < prepared.reqs:
             padded.append("reqs")
-        return differing(inputs.declared, step.values, padded) if padded else None
+        return padded_inputs.differing(inputs.declared, step.values, padded) if padded else None
 
     @undoing
     def _try(self, undo: Undo, runs: StepRuns, *, undone: bool = False) -> Verdict:
@@ -222,8 +217,7 @@ class RunnerChecks(Checks):
         graphs, dispatch = runs.executor.graphs, runs.step.dispatch
         setup = graphs.setup
         warm, graph = self.warmed_up.get(dispatch.descriptor.kind), self.graph_to_try(dispatch)
-        held, declared = self.reads.held, [*setup.host.state]
-        trial = Trial(runs, graph, warm, setup.pool.platform, setup.options, held, declared)
+        trial = Trial(runs, graph, warm, setup.pool.platform, setup.options, self.reads)
         for span in graphs.spans:
             undo.enter(span("trial", f"{dispatch.mode.name} [{dispatch.descriptor}]"))
         # Captures ran under these settings: under others eager runs would differ from the replay.
@@ -233,7 +227,9 @@ class RunnerChecks(Checks):
         self.ran_forward()
         return verdict
 
-    def _note(self, runs: StepRuns, verdict: Verdict, unlike: Differing | None) -> None:
+    def _note(
+        self, runs: StepRuns, verdict: Verdict, unlike: padded_inputs.Differing | None
+    ) -> None:
         """Note the verdict of a trial; with `strict` raises the failure."""
         graphs, dispatch = runs.executor.graphs, runs.step.dispatch
         record = self.graph_to_try(dispatch).record

@@ -11,7 +11,7 @@ and compares what the runs return and leave.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter, eq
@@ -32,7 +32,7 @@ from graphrt.trust import snapshot
 from graphrt.trust import verdict as verdicts
 from graphrt.trust.compare import Difference, difference, rounding_of
 from graphrt.trust.host_watch import described_changes
-from graphrt.trust.places.walk import places_of
+from graphrt.trust.reads import ReadSet
 from graphrt.trust.warm_up import WarmedUp
 from graphrt.trust.watching import watch as watching
 from graphrt.trust.watching.padding import PaddingRow, PaddingRows, Slots
@@ -80,8 +80,6 @@ class TriedStep:
     """A step that a trial runs several times, for a runner (`StepRuns`) or a wrapper
     (`WrapperStep`). Each run returns copies of the live outputs."""
 
-    forward: Any
-    """The callable that was captured: its Python values are put back after each run."""
     inputs: frozenset[int] = frozenset()
     """The addresses of the storages of its inputs."""
     sizes: Sequence[tuple[int, int]] = ()
@@ -99,6 +97,8 @@ class TriedStep:
     """The rows that padding writes."""
     slots: Slots = MappingProxyType({})
     """The values of its index inputs."""
+    declared: Iterable[State | torch.Tensor] = ()
+    """State of the host's, which is put back around each run too."""
     is_served = True
     """Whether its live rows are a host's, not an example's, which address scratch memory."""
     together = False
@@ -139,10 +139,8 @@ class Trial:
     warm: WarmedUp | None
     platform: Platform
     options: GraphOptions
-    held: Collection[int] = ()
-    """Keys of the memory that graphs use."""
-    declared: Collection[State | torch.Tensor] = ()
-    """State of the host's, which is put back around each run too."""
+    reads: ReadSet
+    """What graphs use, and where the forward has it."""
 
     def __post_init__(self) -> None:
         record, warm, platform = self.graph.record, self.warm, self.platform
@@ -156,13 +154,9 @@ class Trial:
         self._padding.begin()
         regions = [row.region for row in self._padding.rows]
         self._state = snapshot.StateSnapshot(
-            platform.device_type,
-            limit_bytes,
-            declared=self.declared,
-            sums=False,
-            padding=regions,
+            platform.device_type, limit_bytes, self.step.declared, sums=False, padding=regions
         )
-        self._state.reach(places_of(self.step.forward))
+        self._state.reach(self.reads.places())
         self._verdict = verdicts.Verdict()
         # The first operator that the capture has and eager runs do not, as text; "" without one.
         self._another_way = ""
@@ -389,7 +383,7 @@ class Trial:
                 self._fail(verdicts.CHANGED, f"{path} was replaced, and is read: {use}")
         if graph.changed or graph.moved or graph.has_other_scratch:
             scratch = {key for key, use in used.items() if use.is_scratch}
-            self._verdict.scratch = frozenset(scratch - {*self.held})
+            self._verdict.scratch = frozenset(scratch - {*self.reads.held})
             self._state.memory.leave_out(self._verdict.scratch)
 
     def _judge_constants(self, first: Watch, last: Watch) -> None:

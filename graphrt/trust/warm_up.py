@@ -3,11 +3,10 @@ which is put back after each run without being declared."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
-from types import FunctionType
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -28,7 +27,6 @@ from graphrt.core.capture.guard import SideDoors, side_doors
 from graphrt.core.capture.operators import facts_of
 from graphrt.core.replay.recording import drawn_from
 from graphrt.core.runner.contract import Calls, RunWatch, Values
-from graphrt.trust.places.libraries import is_library_class
 from graphrt.trust.places.slots import (
     CLASS_ATTRIBUTE,
     CONTENTS,
@@ -36,8 +34,6 @@ from graphrt.trust.places.slots import (
     MEMORY,
     MISSING,
     Place,
-    Way,
-    namespace_of,
 )
 from graphrt.trust.places.walk import LRU_CACHE, Keyed, Places, cached_results, with_keys
 from graphrt.trust.reads import ReadSet
@@ -166,7 +162,7 @@ class WatchedState(RunWatch):
 
     def _begin(self) -> _Moves:
         """Before the session's first watched run: save what the forward reaches."""
-        places = self.reads.walk()
+        places = self.reads.places()
         self.state.reach(places)
         note_operators()
         before = {key for _, _, key in places.keyed}
@@ -453,25 +449,20 @@ class _Namespaces:
     caches of functools: a new name, or result, is in no slot."""
 
     def __init__(self, places: Places) -> None:
-        held = [*map(itemgetter(1), (*places.slots, *places.code, *places.outline))]
-        dicts = [each for each in held if isinstance(each, dict)]
-        dicts += [globals_of for globals_of, *_ in places.named.values()]
-        dicts += [function.__dict__ for function in held if type(function) is FunctionType]
+        dicts = [each for _, each in places.containers if isinstance(each, dict)]
         dicts += [each.__dict__ for _, each in places.tensors if type(each) in tree.BARE]
-        names: dict[int, tuple[Way, Any, Mapping[Any, Any]]] = {
-            id(each): (ITEM, each, each) for each in dicts
-        }
-        classes = [each for each in held if isinstance(each, type) and not is_library_class(each)]
-        names |= {id(each): (CLASS_ATTRIBUTE, each, namespace_of(each)) for each in classes}
-        # How each is written, its holder, and its names.
-        self._names = [*names.values()]
-        caches = {id(each): each for each in held if isinstance(each, LRU_CACHE)}
-        self._caches = [*caches.values()]
+        names: dict[int, tuple[Any, Any]] = {id(each): (each, each) for each in dicts}
+        names |= {at: (each.holder, each.key.table) for at, each in places.keys.items()}
+        # What has names, and these.
+        self._holders = [holder for holder, _ in names.values()]
+        self._names = [table for _, table in names.values()]
+        held = map(itemgetter(1), (*places.slots, *places.code))
+        self._caches = [*{id(each): each for each in held if isinstance(each, LRU_CACHE)}.values()]
         self.begin()
 
     def begin(self) -> None:
         """A run begins."""
-        self._sizes = [len(names) for *_, names in self._names]
+        self._sizes = [*map(len, self._names)]
         self._cached = self.cached()
 
     def cached(self) -> list[Any]:
@@ -480,12 +471,12 @@ class _Namespaces:
 
     def have_grown(self) -> bool:
         """Whether the run has made or deleted a name, or put the first tensor into a cache."""
-        sizes = [len(names) for *_, names in self._names]
-        return sizes != self._sizes or len(self.cached()) > len(self._cached)
+        return [*map(len, self._names)] != self._sizes or len(self.cached()) > len(self._cached)
 
     def take_back(self) -> None:
         """Delete what the run has made: a dict has new keys at its end."""
-        for (way, holder, names), size in zip(self._names, self._sizes, strict=True):
+        for holder, names, size in zip(self._holders, self._names, self._sizes, strict=True):
+            way = CLASS_ATTRIBUTE if isinstance(holder, type) else ITEM
             for key in [*names][size:]:
                 put_back(Place(None, "", way, holder, key), MISSING)
         for cache in self.cached():
@@ -539,7 +530,7 @@ class _Moves:
         self.has_moved = False
         if self.is_captured:
             # Now, as the run will replace the tensors that captures left.
-            self.note_left(reads.walk().keyed)
+            self.note_left(reads.places().keyed)
         self._last = self.python.take()
         self._before_run = self._last, [*self._counts]
         self.namespaces.begin()
@@ -609,7 +600,7 @@ class _Moves:
         """The memory that a run made and left in Python, if it computed that from its inputs or
         wrote it again: key -> (path, memory)."""
         alive, made = watch.made_alive(), {}
-        for place, tensor, key in reads.walk().keyed if alive else ():
+        for place, tensor, key in reads.places().keyed if alive else ():
             if key not in alive:
                 continue
             # Such as a table that is built once: graphs read it even if it is replaced later.

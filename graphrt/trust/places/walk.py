@@ -571,11 +571,12 @@ class Walk:
         registered: Slots = []
         for name in INNER:
             registry: Any = dict.get(held, name)
-            self.places.outline.append((Place(place, f".{name}", slots.ITEM, held, name), registry))
-            prefix = f".{name}" if name.endswith("hooks") else ""
+            at = Place(place, f".{name}", slots.ITEM, held, name)
+            self.places.outline.append((at, registry))
             if not issubclass(type(registry), dict):
                 continue
-            self._keys(Place(place, f".{name}", FIXED, registry), registry, items=True)
+            self._keys(at, registry, items=True)
+            prefix = f".{name}" if registry and name.endswith("hooks") else ""
             for key, each in dict.items(registry):
                 label = f".{key}" if type(key) is str and not key.isdigit() else f"[{key}]"
                 registered.append((Place(place, prefix + label, slots.ITEM, registry, key), each))
