@@ -13,7 +13,7 @@ enum {
 typedef struct {
     HOLDER_HEAD
     Py_ssize_t count;
-    Py_ssize_t entry_graph, unchecked, closed, replaying, last_id, generation, alike;
+    Py_ssize_t entry_graph, compares_next, closed, replaying, last_id, generation, alike;
     Py_ssize_t pending, ring_count, unsure;
     /* Slots of a shell; `own` is what _own_references in handout.py returns. */
     Py_ssize_t storage, cdata, alone, references, left, address, bases;
@@ -121,7 +121,7 @@ static int look_up(const Replay *self, PyObject *batch, PyObject **moves, PyObje
 static int is_usable(const Replay *self) {
     PyObject *pool = self->of[POOL];
     return in_slot(self->of[ENTRY], self->entry_graph) == self->of[GRAPH] &&
-           in_slot(self->of[ENTRY], self->unchecked) == Py_False &&
+           in_slot(self->of[ENTRY], self->compares_next) == Py_False &&
            in_slot(pool, self->closed) == Py_False &&
            in_slot(self->of[PIECES], self->replaying) == Py_None;
 }
@@ -188,7 +188,7 @@ int prepare_replay(void) {
 static int find_all(Replay *self) {
     const Slot slots[] = {
         {Py_TYPE(self->of[ENTRY]), "graph", &self->entry_graph},
-        {Py_TYPE(self->of[ENTRY]), "unchecked", &self->unchecked},
+        {Py_TYPE(self->of[ENTRY]), "compares_next", &self->compares_next},
         {Py_TYPE(self->of[POOL]), "closed", &self->closed},
         {Py_TYPE(self->of[PIECES]), "replaying", &self->replaying},
         {Py_TYPE(self->of[STREAMS]), "last_id", &self->last_id},

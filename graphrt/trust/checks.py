@@ -24,8 +24,9 @@ from graphrt.core.dispatch.reasons import Dispatch, Reason
 from graphrt.core.runner.contract import Looks, StepChecks
 from graphrt.core.runner.findings import TrialRecord
 from graphrt.core.runner.weights import stale
-from graphrt.trust.glances import in_turn
+from graphrt.trust.glances import in_rotation
 from graphrt.trust.host_watch import HostChanges, described_changes, is_of_tensor
+from graphrt.trust.padded_inputs import Differing
 from graphrt.trust.picture import Picture, Told
 from graphrt.trust.places.slots import MISSING, Place, call, same_value
 from graphrt.trust.reads import ReadSet, each_call, keys_at
@@ -42,9 +43,6 @@ the forward changes one is enough: its trial also runs with the number moved fur
 _LOOKS = 64
 """Padded steps of a kind that still compare inputs with their padding, once one input was seen to
 differ. Without a limit inputs that never differ would be compared at every step."""
-
-Differing = Mapping[str, frozenset[str]]
-"""axis along which a step is padded -> its inputs whose live rows differ from the padding rows"""
 
 _DOUBTFUL = 8
 """Trials that a change of the host has to pass where the runs do not show whether the forward
@@ -243,10 +241,10 @@ class Ambient:
         else:
             reads += (torch_names.function_mode_is_on, False), (torch_names.count_dispatch_modes, 0)
             if NativeGlances is not None:
-                slots = tuple((read, None, was) for read, was in reads)
-                parts = tuple((read, call, was) for read, was in turns)
+                slots = tuple([(read, None, was) for read, was in reads])
+                parts = tuple([(read, call, was) for read, was in turns])
                 return NativeGlances(slots, parts, (len(slots), 1), MISSING, repeat(True))
-        reads.append((in_turn(eq, turns).__next__, True))
+        reads.append((in_rotation(eq, turns).__next__, True))
         gets, was = zip(*reads, strict=True)
         return map(eq, zip(*map(each_call, gets), strict=False), repeat(was))
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from graphrt.core.base.thread_mode import unseen
-from graphrt.core.capture.generators import Generators
+from graphrt.core.capture.state import Generators
 
 
 class WatchedGenerators(Generators):

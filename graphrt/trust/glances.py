@@ -50,28 +50,29 @@ def ring_of(reads: Sequence[Entry], others: Iterable[Entry]) -> list[Entry]:
     others = [*others]
     with_dict = {id(place.holder) for place, _ in others if place.way is slots.ATTRIBUTES}
     groups = dict[tuple[object, ...], list[Entry]]()
-    for place, was in others:
+    for entry in others:
+        owner, label, way, holder, _ = entry[0]
         # An object's `__dict__` shows its class too.
-        if place.way is not slots.TYPE or id(place.holder) not in with_dict:
-            groups.setdefault(_group_of(place), []).append((place, was))
+        if way is slots.TYPE and id(holder) in with_dict:
+            continue
+        # Whatever the layer: by way, and by the end of the path without numbers. Lengths of dicts
+        # and of lists are one kind.
+        above = "" if owner is None else owner.label
+        label = "[]" if label[1:-1].isdigit() else label
+        above = "[]" if above[1:-1].isdigit() else above
+        kind = id(slots.LENGTH if way is KEYS else way), label, above
+        groups.setdefault(kind, []).append(entry)
     count = sum(map(len, groups.values()))
+    apart = [index * _GOLDEN % 1 for index in range(max(count, len(reads)))]
     repeats = -(-count // (_OTHERS_PER_READ * len(reads))) if reads else 0
     turns: list[tuple[float, Entry]] = []
     for at, group in enumerate((reads, *groups.values())):
         times = max(repeats, 1) if group is reads else 1
-        order = sorted(range(len(group)), key=lambda index: index * _GOLDEN % 1) * times
+        order = sorted(range(len(group)), key=apart.__getitem__) * times
         first = at * _GOLDEN % 1
         turns += [((turn + first) / len(order), group[at]) for turn, at in enumerate(order)]
     turns.sort(key=operator.itemgetter(0))
     return [entry for _, entry in turns]
-
-
-def _group_of(place: Place) -> tuple[object, ...]:
-    """Equal for places of one kind, whatever the layer: by way, and by the end of the path without
-    numbers. Lengths of dicts and of lists are one kind."""
-    labels = place.label, "" if place.owner is None else place.owner.label
-    way = slots.LENGTH if place.way is KEYS else place.way
-    return id(way), *("[]" if each[1:-1].isdigit() else each for each in labels)
 
 
 class Read(NamedTuple):
@@ -97,15 +98,22 @@ def glances(
     places, `at_once`, hold what they did, and the next tensor that graphs `read` is where it was.
     Also how many steps it takes until all had their turn."""
     ring = [_glance_at(*each) for each in places]
-    parts = [part for each in read for part in _parts_of(each)]
+    parts: list[_Glance] = []
+    for _, held, was, key in read:
+        if type(held) in tree.BARE and was is not None:
+            # A transposed tensor, or one cut short, has the address that it had.
+            parts += zip(repeat(held), tree.PLACEMENT, was, strict=False)
+        elif key is not None:
+            # Of a subclass each part may run a user's code, so it is asked at once.
+            parts.append((held, where_is, was))
     # A step glances at no place twice, and at all parts of one tensor.
     counts = min(at_once, len(ring) or 1), len(tree.PLACEMENT)
     rounds = max(-(-len(ring) // counts[0]), -(-len(parts) // counts[1]))
     if NativeGlances is not None:
         return NativeGlances(tuple(ring), tuple(parts), counts, MISSING, over), rounds
     # Made of iterators that run in C, as every step takes an answer.
-    of_places = in_turn(is_, [(get, was) for get, _, was in ring])
-    of_tensors = in_turn(eq, [(functools.partial(get, held), was) for held, get, was in parts])
+    of_places = in_rotation(is_, [(get, was) for get, _, was in ring])
+    of_tensors = in_rotation(eq, [(functools.partial(get, held), was) for held, get, was in parts])
     turns = [of_places] * counts[0] + [of_tensors] * counts[1]
     return map(all, zip(over, *turns, strict=False)), rounds
 
@@ -137,18 +145,7 @@ def _holds(place: Place, was: object) -> bool:
     return place.way.same(was, place.get())
 
 
-def _parts_of(read: Read) -> Iterator[_Glance]:
-    """What is compared of a tensor that is read."""
-    _, held, was, key = read
-    if type(held) in tree.BARE and was is not None:
-        # A transposed tensor, or one cut short, has the address that it had.
-        yield from zip(repeat(held), tree.PLACEMENT, was, strict=False)
-    elif key is not None:
-        # Of a subclass each part may run a user's code, so it is asked at once.
-        yield held, where_is, was
-
-
-def in_turn(
+def in_rotation(
     same: Callable[[Any, Any], bool], of: Sequence[tuple[Callable[[], Any], Any]]
 ) -> Iterator[bool]:
     """Answers without end, for one thing after the other: whether it returns what it did."""

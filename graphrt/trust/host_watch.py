@@ -128,6 +128,11 @@ class HostWatch:
         self.picture = Picture(places)
         self._last = self.picture.was
 
+    def is_as_aimed(self) -> bool:
+        """Whether nothing at all has changed since `aim`."""
+        picture = self.picture
+        return picture is not None and picture.are_same(picture.was, picture.take())
+
     def _watched(self, place: Place) -> tuple[Any, frozenset[Any] | set[str] | None]:
         """A dict or class, and which keys of it count; None for all."""
         closed = self._closed.get(id(place.holder))
@@ -150,7 +155,8 @@ class HostWatch:
         picture, others = self.picture, list[Entry]()
         if picture is not None:
             last = dict(zip(map(id, picture.slots), self._last, strict=True))
-            others = self._untold((place, last[id(place)]) for place in picture.glanced)
+            values = map(last.__getitem__, map(id, picture.glanced))
+            others = self._untold(zip(picture.glanced, values, strict=True))
         return glances(read, ring_of(of_reads, others), PLACES[self.watched > 0], over)
 
     def _untold(self, rows: Iterable[Entry]) -> list[Entry]:

@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from operator import is_
-from types import FunctionType
+from types import FunctionType, MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +31,8 @@ from graphrt.trust.places.walk import Kind, Places, shape_of, where_is
 
 _TABLES = {id(way) for way in (slots.ITEM, slots.ELEMENT, slots.CLASS_ATTRIBUTE)}
 """Ways of places of which one container has many."""
+_IN_C = (dict, OrderedDict, list, MappingProxyType)
+"""Types of containers that `itemgetter` reads without code of a user."""
 _FIRST = operator.itemgetter(0)
 MOST_BAKED_BYTES = 1 << 16
 """A larger array is not compared between steps."""
@@ -43,14 +45,6 @@ Changed = tuple[Place, Any, Any]
 # Reading ------------------------------------------------------------------------------------------
 
 
-def _table(place: Place) -> Any:
-    """What a place of `_TABLES` is in, if `itemgetter` reads that without code of a user."""
-    way, holder = place.way, place.holder
-    if way is slots.CLASS_ATTRIBUTE:
-        return slots.namespace_of(holder)
-    return holder if type(holder) in (dict, OrderedDict, list) else None
-
-
 def getter_of(place: Place) -> Callable[[], Any]:
     """A call that returns the value of a place, in C where there is one. Where a tensor is, and an
     object's `__dict__`, it may fail to return."""
@@ -59,12 +53,14 @@ def getter_of(place: Place) -> Callable[[], Any]:
         return functools.partial(key, holder)
     if way is slots.ITEM or way is slots.DEFAULT:
         return functools.partial(dict.get, holder, key, MISSING)
+    if way is slots.MEMORY:
+        return functools.partial(torch.Tensor.data_ptr, holder)
     if way is slots.TYPE:
         return functools.partial(type, holder)
     if way is slots.LENGTH:
         return functools.partial(key.__len__, holder)
     if way is KEYS:
-        return functools.partial(len, slots.table_of(holder))
+        return functools.partial(len, key.table)
     if way is slots.FIELD and type(holder) is FunctionType:
         return functools.partial(key.__get__, holder)
     return functools.partial(way.get, holder, key)
@@ -75,11 +71,13 @@ def _readers(groups: Iterable[Sequence[Place]]) -> list[Callable[[], Iterable[An
     readers: list[Callable[[], Iterable[Any]]] = []
     alone: list[Callable[[], Any]] = []
     for group in groups:
-        table = _table(group[0])
-        if table is None or len(group) == 1:
-            is_element = type(table) is list and group[0].way is slots.ELEMENT
-            item = functools.partial(operator.getitem, table, group[0].key)
-            alone += [item] if is_element else map(getter_of, group)
+        _, _, way, holder, key = group[0]
+        table = slots.namespace_of(holder) if way is slots.CLASS_ATTRIBUTE else holder
+        if len(group) == 1 and way is slots.ELEMENT and type(table) is list:
+            alone.append(functools.partial(operator.getitem, table, key))
+            continue
+        if len(group) == 1 or type(table) not in _IN_C:
+            alone += map(getter_of, group)
             continue
         if alone:
             readers.append(functools.partial(map, call, alone))
@@ -95,15 +93,20 @@ class Reading:
 
     def __init__(self, places: Iterable[Place]) -> None:
         groups: dict[tuple[int, int], list[Place]] = {}
+        made: list[list[Place]] = []
         for place in places:
-            of_many = id(place.way) in _TABLES
-            key = (id(place.way), id(place.holder)) if of_many else (0, id(place))
-            groups.setdefault(key, []).append(place)
-        ordered = sorted(groups.values(), key=lambda group: group[0].way.anew)
-        self.slots = [*chain.from_iterable(ordered)]
-        self._readers = _readers(ordered)
+            way = place.way
+            if way.anew:
+                made.append([place])
+            else:
+                of_many = id(way) in _TABLES
+                key = (id(way), id(place.holder)) if of_many else (0, id(place))
+                groups.setdefault(key, []).append(place)
+        self.slots = [*chain.from_iterable(groups.values())]
         # How many values are compared by identity.
-        self._kept = sum(not place.way.anew for place in self.slots)
+        self._kept = len(self.slots)
+        self.slots += chain.from_iterable(made)
+        self._readers = _readers([*groups.values(), *made])
         self.was = self.take()
 
     def take(self) -> list[Any]:
@@ -136,10 +139,8 @@ class Picture(Reading):
     each place, plain values, the class and `__dict__` of objects, how long containers are, which
     keys dicts and classes have, the contents of small arrays, and where tensors are."""
 
-    def __init__(
-        self, places: Places, counts: Callable[[Place], bool] = lambda place: True
-    ) -> None:
-        """Of the places only those that the caller `counts`."""
+    def __init__(self, places: Places, counts: Callable[[Place], bool] | None = None) -> None:
+        """Of the places only those that the caller `counts`, if it does."""
         self.keys = places.keys
         """id of a dict or class -> its place of `KEYS`."""
         lengths = {

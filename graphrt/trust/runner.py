@@ -24,7 +24,8 @@ from graphrt.core.runner.graph_table import GraphTable
 from graphrt.core.runner.host import Example, MakeExample
 from graphrt.core.runner.setup import RunnerSetup
 from graphrt.core.runner.weights import NamedWeights, refuse_moved
-from graphrt.trust.checks import NO_INPUTS, Checks, Differing
+from graphrt.trust import padded_inputs
+from graphrt.trust.checks import NO_INPUTS, Checks
 from graphrt.trust.reads import ReadSet
 from graphrt.trust.snapshot import StateSnapshot
 from graphrt.trust.trial import Trial
@@ -49,13 +50,14 @@ class RunnerChecks(Checks):
             watched=setup.options.checks("capture"),
             has_full=setup.plan.mode.has_full,
         )
+        declared = setup.inputs.declared
         super().__init__(
             setup.options,
             reads,
             setup.pool.platform.device_type,
-            inputs=NO_INPUTS if setup.host.mixes_rows else setup.inputs.declared.shows,
+            inputs=NO_INPUTS if setup.host.mixes_rows else padded_inputs.shown_by(declared),
             reqs=setup.inputs.reqs,
-            pads=setup.inputs.declared.pads,
+            pads=padded_inputs.address_pads(declared),
         )
 
     def reset(self) -> None:
@@ -64,14 +66,14 @@ class RunnerChecks(Checks):
         self.reads.forget()
 
     def runs(self, setup: RunnerSetup) -> WatchedState:
-        platform = setup.pool.platform
+        platform, declared = setup.pool.platform, setup.inputs.declared
         limit = setup.options.state_limit(platform)
         return WatchedState(
-            StateSnapshot(platform.device_type, limit, declared=[*setup.host.state]),
+            StateSnapshot(platform.device_type, limit, setup.host.state),
             self.reads,
             self.warmed_up,
-            pads=setup.inputs.declared.addresses,
-            with_rows=setup.inputs.declared.with_rows,
+            pad_rows=[*padded_inputs.index_pads(declared).values()],
+            with_rows=frozenset[str]().union(*declared.by_axis.values()),
             is_in_graphs=partial(platform.owns, setup.pool.memory),
             has_parts=setup.plan.mode.has_piecewise,
             padding=self.padding,
@@ -82,8 +84,8 @@ class RunnerChecks(Checks):
 
     def try_step(self, executor: StepExecutor, step: Step) -> tuple[Dispatch, Any] | Reason | None:
         dispatch = step.dispatch
-        differing = self._differing_inputs(executor, step)
-        if not self.wants_trial(dispatch.slot, differing):
+        unlike = self._differing_inputs(executor, step)
+        if not self.wants_trial(dispatch.slot, unlike):
             return None
         try:
             runs = StepRuns(executor, step, self.padding)
@@ -92,8 +94,8 @@ class RunnerChecks(Checks):
             return self.cannot_try(dispatch.slot, error, agreed=step.agreed)
         if verdict.failure is not None:
             dispatcher = executor.graphs.dispatcher
-            dispatch = dispatcher.run_eagerly(dispatch, step.batch, Reason.QUARANTINED)
-        self._note(runs, verdict, differing)
+            dispatch = dispatcher.without_graph(dispatch, step.batch, Reason.QUARANTINED)
+        self._note(runs, verdict, unlike)
         return dispatch, verdict.outputs
 
     def may_repeat(self, executor: StepExecutor, step: Step, error: errors.BreakError) -> bool:
@@ -125,8 +127,7 @@ class RunnerChecks(Checks):
         if self.tries_all and setup.host.ranks is None:
             graph = TriedGraph(TrialRecord(step.dispatch.mode, step.dispatch.descriptor))
             runs = EagerRuns(executor, step, padding)
-            declared = [*setup.host.state]
-            trial = Trial(runs, graph, None, setup.pool.platform, setup.options, (), declared)
+            trial = Trial(runs, graph, None, setup.pool.platform, setup.options, self.reads)
             trial.look_at_padding()
             self.ran_forward()
         before = padding.read(padding.first_rows)
@@ -193,7 +194,9 @@ class RunnerChecks(Checks):
                 raise verdict.failure
             self._note(runs, verdict, self._differing_inputs(executor, runs.step))
 
-    def _differing_inputs(self, executor: StepExecutor, step: Step) -> Differing | None:
+    def _differing_inputs(
+        self, executor: StepExecutor, step: Step
+    ) -> padded_inputs.Differing | None:
         """axis along which a step is padded -> its inputs that differ from their padding; None
         where no such axis is awaited."""
         if step.agreed:
@@ -206,7 +209,7 @@ class RunnerChecks(Checks):
             padded.append("tokens")
         if "reqs" in awaited and reqs_of(inputs, step.batch, step.values) < prepared.reqs:
             padded.append("reqs")
-        return inputs.declared.differing(step.values, padded) if padded else None
+        return padded_inputs.differing(inputs.declared, step.values, padded) if padded else None
 
     @undoing
     def _try(self, undo: Undo, runs: StepRuns, *, undone: bool = False) -> Verdict:
@@ -214,8 +217,7 @@ class RunnerChecks(Checks):
         graphs, dispatch = runs.executor.graphs, runs.step.dispatch
         setup = graphs.setup
         warm, graph = self.warmed_up.get(dispatch.descriptor.kind), self.graph_to_try(dispatch)
-        held, declared = self.reads.held, [*setup.host.state]
-        trial = Trial(runs, graph, warm, setup.pool.platform, setup.options, held, declared)
+        trial = Trial(runs, graph, warm, setup.pool.platform, setup.options, self.reads)
         for span in graphs.spans:
             undo.enter(span("trial", f"{dispatch.mode.name} [{dispatch.descriptor}]"))
         # Captures ran under these settings: under others eager runs would differ from the replay.
@@ -225,7 +227,9 @@ class RunnerChecks(Checks):
         self.ran_forward()
         return verdict
 
-    def _note(self, runs: StepRuns, verdict: Verdict, differing: Differing | None) -> None:
+    def _note(
+        self, runs: StepRuns, verdict: Verdict, unlike: padded_inputs.Differing | None
+    ) -> None:
         """Note the verdict of a trial; with `strict` raises the failure."""
         graphs, dispatch = runs.executor.graphs, runs.step.dispatch
         record = self.graph_to_try(dispatch).record
@@ -233,7 +237,7 @@ class RunnerChecks(Checks):
         # Memory that the graph's nodes point to, and that no operator has shown, is read too.
         if is_first and self.reads.keep_touched(self.unknown_memory(graphs, [record.descriptor])):
             self.glances.aim()
-        self.tried(dispatch.slot, verdict, differing)
+        self.tried(dispatch.slot, verdict, unlike)
 
     # What is known --------------------------------------------------------------------------------
 

@@ -15,24 +15,23 @@ from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from operator import eq, is_, itemgetter
+from operator import is_, itemgetter
 from typing import Any, NamedTuple, cast
 
 import torch
 
 from graphrt.core.base import tree
-from graphrt.core.base._undo import Undo
 from graphrt.core.base.option_values import told
 from graphrt.core.base.texts import listed
 from graphrt.core.base.thread_mode import outside_modes, unseen
-from graphrt.core.capture.state import State, saved
+from graphrt.core.capture.state import SavedState, State
 from graphrt.trust.compare import difference
 from graphrt.trust.generators import WatchedGenerators
 from graphrt.trust.picture import Reading
 from graphrt.trust.places import slots
-from graphrt.trust.places.slots import MISSING, Place, Way, same_value
+from graphrt.trust.places.slots import MEMORY, MISSING, Place, same_value
 from graphrt.trust.places.walk import Kind, Places, is_array, shape_of
 from graphrt.trust.watching.writes import Region, SavedWrites
 
@@ -50,10 +49,12 @@ class Left(NamedTuple):
     """For each declared state a function that puts it there again."""
 
 
-class StateSnapshot:
+class StateSnapshot(SavedState):
     """The state of a forward at one moment, to put it back after runs. What a run writes is added
     to `memory` before it is written."""
 
+    generators: WatchedGenerators
+    generators_of = WatchedGenerators
     python: PythonState
     """Python values, once `reach` was called."""
 
@@ -61,19 +62,14 @@ class StateSnapshot:
         self,
         device_type: str,
         limit_bytes: int,
+        declared: Iterable[State | torch.Tensor] = (),
         *,
-        declared: Collection[State | torch.Tensor] = (),
         sums: bool = True,
         padding: Sequence[Region] = (),
     ) -> None:
-        """`padding` are rows that are put back and taken beside what runs write. Raises
-        `StateTooLargeError` if declared state takes more than `limit_bytes`; then nothing is saved.
-        """
-        self._states, self._limit_bytes = declared, limit_bytes
-        # For each declared state a function that puts it back.
-        self._declared = saved(declared, limit_bytes)
+        """`padding` are rows that are put back and taken beside what runs write."""
+        super().__init__(device_type, limit_bytes, declared)
         self.memory = SavedWrites(limit_bytes, sums=sums)
-        self.generators = WatchedGenerators(device_type)
         self._padding = padding
 
     def reach(self, places: Places) -> None:
@@ -85,8 +81,8 @@ class StateSnapshot:
     def take(self) -> Left:
         """Copies of the state now: later runs do not change them."""
         rows = unseen(lambda: [region.read() for region in self._padding])
-        declared = saved(self._states, self._limit_bytes)
-        return Left(self.memory.take(), self.python.take(), self.generators.take(), rows, declared)
+        memory, python, generators = self.memory.take(), self.python.take(), self.generators.take()
+        return Left(memory, python, generators, rows, self.copies())
 
     def restore(self, left: Left | None = None) -> None:
         """Put back the state of the beginning, or that which a run has left."""
@@ -98,11 +94,6 @@ class StateSnapshot:
         self.python.restore(python)
         for put_back in reversed(self._declared if declared is None else declared):
             put_back()
-
-    def restore_memory(self) -> None:
-        """Put back memory and declared state. The first error of the host's own functions is raised
-        when all is done."""
-        Undo([self.memory.restore, *reversed(self._declared)]).now()
 
 
 _FIRST = itemgetter(0)
@@ -122,16 +113,6 @@ _MANY = 100_003
 """How many runs ahead `much_later` looks: a list that grows in each is long by then."""
 _ROUNDED = 1e-2
 """Tensors count as the same up to this difference, relative to their root mean square."""
-
-
-def _set_memory(held: torch.Tensor, memory: torch.Tensor, address: object) -> None:
-    if address == memory.data_ptr():
-        held.data = memory.detach()
-
-
-MEMORY = Way(lambda held, memory: held.data_ptr(), _set_memory, eq)
-"""The address of a tensor's memory, which `set_` and `.data =` change. The place's key is an alias
-of the first memory: it keeps that alive, so that no other memory gets its address."""
 
 
 def _memory_places(places: Places) -> list[Place]:
@@ -176,11 +157,9 @@ class PythonState(Reading):
     def restore(self, values: Sequence[Any] | None = None) -> None:
         """Put back the values of the beginning, or those that `take` returned."""
         wanted = self.was if values is None else values
-        for slot, value in zip(self.slots, wanted, strict=True):
-            if slot.way.set is None or (value is MISSING and slot.way is not slots.DEFAULT):
-                continue
-            now = slot.get()
-            if now is not value and not slot.way.same(value, now):
+        for at in self.moved_slots(wanted, self.take()):
+            slot, value = self.slots[at], wanted[at]
+            if slot.writable and (value is not MISSING or slot.way is slots.DEFAULT):
                 put_back(slot, value)
 
     def begin(self, values: Sequence[Any], numbers: Mapping[str, Any]) -> None:
@@ -211,7 +190,8 @@ class PythonState(Reading):
         differing: dict[str, tuple[Any, Any]] = {}
         for slot, our_value, their_value in zip(self.slots, ours, theirs, strict=True):
             # Memory that a run makes is at another address in each run.
-            if slot.way is MEMORY or _alike(our_value, their_value):
+            is_same = our_value is their_value or slot.way is MEMORY
+            if is_same or _alike(our_value, their_value):
                 continue
             if slot.way is slots.CONTENTS:
                 our_value, their_value = (

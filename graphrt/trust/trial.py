@@ -11,7 +11,7 @@ and compares what the runs return and leave.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter, eq
@@ -32,7 +32,7 @@ from graphrt.trust import snapshot
 from graphrt.trust import verdict as verdicts
 from graphrt.trust.compare import Difference, difference, rounding_of
 from graphrt.trust.host_watch import described_changes
-from graphrt.trust.places.walk import places_of
+from graphrt.trust.reads import ReadSet
 from graphrt.trust.warm_up import WarmedUp
 from graphrt.trust.watching import watch as watching
 from graphrt.trust.watching.padding import PaddingRow, PaddingRows, Slots
@@ -80,14 +80,12 @@ class TriedStep:
     """A step that a trial runs several times, for a runner (`StepRuns`) or a wrapper
     (`WrapperStep`). Each run returns copies of the live outputs."""
 
-    forward: Any
-    """The callable that was captured: its Python values are put back after each run."""
     inputs: frozenset[int] = frozenset()
     """The addresses of the storages of its inputs."""
     sizes: Sequence[tuple[int, int]] = ()
     """(padded, live) of tokens, then of requests. Empty if there is no padding, or if the host says
     that live rows may depend on it."""
-    pads: Sequence[int] = ()
+    unused_rows: Sequence[int] = ()
     """Rows of state that only padding addresses: there runs with and without padding may differ."""
     has_gradients = False
     """Whether its caller has gradients on."""
@@ -99,6 +97,8 @@ class TriedStep:
     """The rows that padding writes."""
     slots: Slots = MappingProxyType({})
     """The values of its index inputs."""
+    declared: Iterable[State | torch.Tensor] = ()
+    """State of the host's, which is put back around each run too."""
     is_served = True
     """Whether its live rows are a host's, not an example's, which address scratch memory."""
     together = False
@@ -139,10 +139,8 @@ class Trial:
     warm: WarmedUp | None
     platform: Platform
     options: GraphOptions
-    held: Collection[int] = ()
-    """Keys of the memory that graphs use."""
-    declared: Collection[State | torch.Tensor] = ()
-    """State of the host's, which is put back around each run too."""
+    reads: ReadSet
+    """What graphs use, and where the forward has it."""
 
     def __post_init__(self) -> None:
         record, warm, platform = self.graph.record, self.warm, self.platform
@@ -156,13 +154,9 @@ class Trial:
         self._padding.begin()
         regions = [row.region for row in self._padding.rows]
         self._state = snapshot.StateSnapshot(
-            platform.device_type,
-            limit_bytes,
-            declared=self.declared,
-            sums=False,
-            padding=regions,
+            platform.device_type, limit_bytes, self.step.declared, sums=False, padding=regions
         )
-        self._state.reach(places_of(self.step.forward))
+        self._state.reach(self.reads.places())
         self._verdict = verdicts.Verdict()
         # The first operator that the capture has and eager runs do not, as text; "" without one.
         self._another_way = ""
@@ -240,25 +234,31 @@ class Trial:
         # The step that the host asked for: its effects stay.
         again = Run(step.eager(last_watch), state.take(), last_watch)
         verdict.outputs = again.outputs
-        self._judge_constants(first_watch, last_watch)
+        self._judge_runs(again, replayed, rebound)
+        if other_padding is not None:
+            self._judge_python(again, other_padding)
+            self._judge_padding(other_padding)
+        self._leave_asked_step(unpadded)
+
+    def _judge_runs(self, again: Run, replayed: Run, rebound: Collection[str]) -> None:
+        """Compare the replay with the first eager run and the last one, `again`. `rebound` are
+        paths where eager runs put another tensor."""
+        eager, watch = self._eager, self._eager.watch
+        self._judge_constants(watch, again.watch)
         if rebound:
             self._fail(verdicts.REBOUND, ", ".join(rebound))
-        self._note_another_way(first_watch)
+        self._note_another_way(watch)
         spread = difference(again.outputs, eager.outputs)
         self._rounding = max(self._rounding, 1e-6)
         # Ranks that try together all make this run: on some of them the two runs may be equal.
-        if self._has_parts and (spread is not None or step.together):
+        if self._has_parts and (spread is not None or self.step.together):
             self._look_for_clocks(again, spread)
         self._judge_replay("", "differ", spread, again.outputs, replayed.outputs)
         if eager.left.memory:
             before, after, by_replay = _memory(eager, again, replayed)
             where, how = " in the state that it writes", "leave different state"
             self._judge_replay(where, how, difference(after, before), after, by_replay)
-        self._judge_change(first_watch.trace)
-        if other_padding is not None:
-            self._judge_python(again, other_padding)
-            self._judge_padding(other_padding)
-        self._leave_asked_step(unpadded)
+        self._judge_change(watch.trace)
 
     def _leave_asked_step(self, unpadded: Run | None) -> None:
         """Leave the effects of the step that the host asked for. After a failure that is the run
@@ -383,7 +383,7 @@ class Trial:
                 self._fail(verdicts.CHANGED, f"{path} was replaced, and is read: {use}")
         if graph.changed or graph.moved or graph.has_other_scratch:
             scratch = {key for key, use in used.items() if use.is_scratch}
-            self._verdict.scratch = frozenset(scratch - {*self.held})
+            self._verdict.scratch = frozenset(scratch - {*self.reads.held})
             self._state.memory.leave_out(self._verdict.scratch)
 
     def _judge_constants(self, first: Watch, last: Watch) -> None:
@@ -531,7 +531,7 @@ class Trial:
     ) -> tuple[object, str] | None:
         """The first memory that padding has changed, of what two runs have left."""
         step, memory = self.step, self._state.memory
-        return memory.spoilt_by_padding(padded, alone, step.pads, step.sizes, self._rounding)
+        return memory.spoilt_by_padding(padded, alone, step.unused_rows, step.sizes, self._rounding)
 
     def _without_padding_rows(self, left: snapshot.Left) -> list[torch.Tensor]:
         """The memory that a run has left, but for the address of padding. The state is put back."""

@@ -43,6 +43,7 @@ from graphrt.core.runner.contract import Step
 from graphrt.core.runner.executor import StepExecutor
 from graphrt.core.runner.findings import TrialRecord
 from graphrt.trust.checks import Checks
+from graphrt.trust.padded_inputs import disturb, index_pads, unused_addresses
 from graphrt.trust.reads import ReadSet
 from graphrt.trust.trial import Rows, Trial, TriedStep
 from graphrt.trust.warm_up import WarmedUp
@@ -53,12 +54,11 @@ from graphrt.trust.watching.watch import Watch
 def slots_of(executor: StepExecutor, step: Step) -> Slots:
     """The values of a step's index inputs, with the addresses at which graphs read them."""
     declared = executor.inputs.declared
-    values = declared.check(step.values, None, None) if declared.addresses else {}
+    names = index_pads(declared)
+    values = declared.check(step.values, None, None) if names else {}
     views = [each.layout.views for each in executor.graphs.steps if each is not None]
     return {
-        name: (value, frozenset(view[name].data_ptr() for view in views))
-        for name, value in values.items()
-        if declared.specs[name].index
+        name: (values[name], frozenset(view[name].data_ptr() for view in views)) for name in names
     }
 
 
@@ -66,7 +66,7 @@ class EagerRuns(TriedStep):
     """The runs of a runner's step that has no graph."""
 
     def __init__(self, executor: StepExecutor, step: Step, padding: PaddingRows) -> None:
-        self.forward, self.padding = executor.graphs.setup.forward, padding
+        self.padding, self.declared = padding, executor.graphs.setup.host.state
         self.slots = slots_of(executor, step)
         self._executor, self._step = executor, step
 
@@ -102,11 +102,11 @@ class StepRuns(TriedStep):
         # Ranks that agreed on a graph differ in their live rows: no run without padding.
         if padded != live and not (step.agreed or graphs.setup.host.mixes_rows):
             self.sizes = [*zip(padded, live, strict=True)]
-        self.forward, self.inputs = graphs.setup.forward, prepared.transaction.fixed
+        self.declared, self.inputs = graphs.setup.host.state, prepared.transaction.fixed
         self.is_padded = padded != live
         self.padding, self.is_served = padding, served
         self.slots = slots_of(executor, step)
-        self.pads = inputs.declared.unused_addresses(step.values)
+        self.unused_rows = unused_addresses(inputs.declared, step.values)
         self.together = step.agreed or graphs.setup.host.ranks is not None
         self.has_gradients = torch.is_grad_enabled()
         self.executor, self._layout = executor, prepared.layout
@@ -117,7 +117,7 @@ class StepRuns(TriedStep):
             fill = partial(inputs.reset, self._layout)
         elif rows == "disturbed":
             live = [live for _, live in self.sizes]
-            fill = partial(inputs.declared.disturb, self._layout, *live)
+            fill = partial(disturb, self._layout, *live)
         around = partial(watched, watch, fill)
         if rows == "alone":
             alone = Dispatch(GraphMode.NONE, unpadded(self.step.batch), Reason.HIT)
@@ -228,7 +228,7 @@ class WrapperTrials:
             return
         slot = next(self._numbers)
         checks.ran_forward()
-        checks.glances.reads.settle()
+        checks.reads.settle()
         captured = Dispatch(wrapper.runtime_mode, descriptor, Reason.HIT, slot)
         checks.captured([captured], more=True)
         # Last: after a Ctrl-C before this the graph has no slot, so its calls run eagerly.
@@ -244,7 +244,7 @@ class WrapperTrials:
             self._checks.dropped(slot)
         if not self._slots:
             self._checks.reset()
-            self._checks.glances.reads.forget()
+            self._checks.reads.forget()
 
     def may_replay(
         self, wrapper: GraphWrapper, entry: Entry, context: ForwardContext, args: Any, kwargs: Any
@@ -278,15 +278,15 @@ class WrapperTrials:
         assert checks is not None
         undo.later(step.put_back)
         graph, warm = checks.graph_to_try(dispatch), self._warm.get(slot)
-        held = checks.glances.reads.held
-        trial = Trial(step, graph, warm, wrapper.pool.platform, wrapper.options, held)
+        platform, reads = wrapper.pool.platform, checks.reads
+        trial = Trial(step, graph, warm, platform, wrapper.options, reads)
         set_for_capture(undo)
         # Its effects are put back: the call itself comes after it.
         verdict = trial.run(undone=True)
         checks.ran_forward()
         if step.watch is not None and not checks.records[slot].steps:
-            checks.glances.reads.note(step.watch)
-            checks.glances.reads.settle()
+            checks.reads.note(step.watch)
+            checks.reads.settle()
             checks.glances.aim()
         checks.tried(slot, verdict, None)
         if step.watch is not None and verdict.failure is None:
@@ -303,7 +303,7 @@ class WrapperStep(TriedStep):
     def __init__(
         self, wrapper: GraphWrapper, entry: Entry, context: ForwardContext, args: Any, kwargs: Any
     ) -> None:
-        self.wrapper, self.entry, self.forward = wrapper, entry, wrapper.runnable
+        self.wrapper, self.entry = wrapper, entry
         self.watch: Watch | None = None
         self._context, self._args, self._kwargs = context, args, kwargs
         # (view of an argument, its values): an argument may be in the pool, where a replay writes
@@ -324,7 +324,7 @@ class WrapperStep(TriedStep):
         self.watch = self.watch or watch
         # Copied, as a piece compiled by Inductor clears the list of its arguments.
         args, kwargs = tree.copied((self._args, self._kwargs))
-        run = partial(self.forward, *args, **kwargs)
+        run = partial(self.wrapper.runnable, *args, **kwargs)
         return tree.cloned(watched(watch, None, run))
 
     def replay(self) -> Any:

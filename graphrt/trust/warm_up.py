@@ -3,11 +3,10 @@ which is put back after each run without being declared."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
-from types import FunctionType
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -28,19 +27,17 @@ from graphrt.core.capture.guard import SideDoors, side_doors
 from graphrt.core.capture.operators import facts_of
 from graphrt.core.replay.recording import drawn_from
 from graphrt.core.runner.contract import Calls, RunWatch, Values
-from graphrt.trust.places.libraries import is_library_class
 from graphrt.trust.places.slots import (
     CLASS_ATTRIBUTE,
     CONTENTS,
     ITEM,
+    MEMORY,
     MISSING,
     Place,
-    Way,
-    namespace_of,
 )
 from graphrt.trust.places.walk import LRU_CACHE, Keyed, Places, cached_results, with_keys
 from graphrt.trust.reads import ReadSet
-from graphrt.trust.snapshot import MEMORY, PythonState, StateSnapshot, is_plain, put_back
+from graphrt.trust.snapshot import PythonState, StateSnapshot, is_plain, put_back
 from graphrt.trust.watching.padding import PaddingRows
 from graphrt.trust.watching.watch import IssuedWatch, OwnMemory, Trace, Watch
 from graphrt.trust.watching.writes import SavedWrites, WriteWatch, note_operators
@@ -63,15 +60,15 @@ class WarmedUp(NamedTuple):
 
 @dataclass
 class WatchedState(RunWatch):
-    """The state of a forward during one capture session: what `snapshot` declares, and, if `reads`
+    """The state of a forward during one capture session: what `state` declares, and, if `reads`
     is watched, what warm-ups write. A session calls `run` for each warm-up and `capture` for each
     graph, `restore` after either, and `settle` at its end.
     """
 
-    snapshot: StateSnapshot
+    state: StateSnapshot
     reads: ReadSet
     warmed_up: dict[Hashable, WarmedUp]
-    pads: Sequence[int]
+    pad_rows: Sequence[int]
     """The padding values of index inputs: rows of these numbers may be written."""
     is_in_graphs: Callable[[torch.Tensor], bool]
     """Whether a tensor's memory is of a graph pool."""
@@ -87,7 +84,7 @@ class WatchedState(RunWatch):
     def __post_init__(self) -> None:
         # What the last run under a `WriteWatch` wrote, with the values before it. It is kept until
         # the next run: the capture of that size writes the same memory.
-        self._writes_of_size = SavedWrites(self.snapshot.memory.limit)
+        self._writes_of_size = SavedWrites(self.state.memory.limit)
         # Which Python slots the runs of this session change; None until a run is watched.
         self._moves: _Moves | None = None
         # The kinds of which this session has watched a run.
@@ -142,7 +139,7 @@ class WatchedState(RunWatch):
 
     def _write_watch(self, moves: _Moves, tokens: int, *, records: bool = False) -> WriteWatch:
         """A watch for the next run of a size, which saves what that writes."""
-        memory = self.snapshot.memory
+        memory = self.state.memory
         self._writes_of_size.restore()
         self._writes_of_size = SavedWrites(memory.limit)
         return WriteWatch(moves.before, self._writes_of_size, memory, tokens, records=records)
@@ -165,13 +162,13 @@ class WatchedState(RunWatch):
 
     def _begin(self) -> _Moves:
         """Before the session's first watched run: save what the forward reaches."""
-        places = self.reads.walk()
-        self.snapshot.reach(places)
+        places = self.reads.places()
+        self.state.reach(places)
         note_operators()
         before = {key for _, _, key in places.keyed}
         # Earlier sessions may have watched all kinds, so that this one would not find `remade`.
         moves = _Moves(
-            self.snapshot.python,
+            self.state.python,
             before,
             self.is_in_graphs,
             {*self.reads.remade},
@@ -187,7 +184,7 @@ class WatchedState(RunWatch):
         read and write; returns the result of the last."""
         is_first = not self._kinds
         self._kinds.add(kind)
-        reads, memory = self.reads, self.snapshot.memory
+        reads, memory = self.reads, self.state.memory
         watch, result = run()
         # The first run may define operators that smaller sizes call. To look for them takes
         # milliseconds, and later runs define some only where they call what is not torch's own.
@@ -209,7 +206,7 @@ class WatchedState(RunWatch):
             reads.note(again)
             padding = _filled_once(made, watch, again, run, reads)
             if padding is not None:
-                self.snapshot.python.restore()
+                self.state.python.restore()
                 raise PythonStateError(
                     "the first call of the forward made or filled memory, and later calls read it; "
                     "a capture runs on padding, so its graph would start from wrong state",
@@ -239,7 +236,7 @@ class WatchedState(RunWatch):
         doors = side_doors.get()
         if self.has_parts and doors is not None:
             undo.set(side_doors, _NotedParts(doors, moves))
-        watch = Watch(inputs, self.snapshot.memory, generators=self.snapshot.generators)
+        watch = Watch(inputs, self.state.memory, generators=self.state.generators)
         result = watch.around(calls())
         moves.note()
         return watch, result
@@ -325,11 +322,11 @@ class WatchedState(RunWatch):
         if was_recorded:
             return
         self._writes_of_size.restore()
-        self.snapshot.restore_memory()
+        self.state.restore_memory(self.state.memory.restore)
 
     def may_draw(self, *, is_tried: bool = False) -> bool:
         # Only watched warm-ups note the forward's own generators.
-        generators = self.snapshot.generators
+        generators = self.state.generators
         return not self.reads.watched or generators.have_drawn(generators.take())
 
     def reads_host_memory(self) -> bool:
@@ -339,15 +336,13 @@ class WatchedState(RunWatch):
         if self.reads.watched:
             self.reads.settle()
 
-    @undoing
-    def settle(self, undo: Undo, last_runs: Callable[[], None]) -> None:
-        """After captures, and after `last_runs` of the forward: put back generators and the Python
+    def settle(self, last_runs: Callable[[], None]) -> None:
+        """After captures, and after `last_runs` of the forward: put back the Python
         slots that runs go on changing, check memory that only padding protects, find what graphs
         read, and warn of tensors of graphs that are left in Python.
 
         Raises what the runs raise, `StateTooLargeError` and `PythonStateError`."""
         moves, reads = self._moves, self.reads
-        undo.later(self.snapshot.generators.restore)
         if moves is not None:
             moves.is_captured = True
         last_runs()
@@ -355,8 +350,8 @@ class WatchedState(RunWatch):
             return
         if moves is not None:
             moves.settle(reads, contents=self.has_parts)
-        reads.protected += self.snapshot.memory.check_protected(self.pads)
-        self.padding.note_protected(self.snapshot.memory)
+        reads.protected += self.state.memory.check_protected(self.pad_rows)
+        self.padding.note_protected(self.state.memory)
         places = reads.settle()
         if moves is not None:
             moves.warn_of_left(places.keyed)
@@ -454,27 +449,20 @@ class _Namespaces:
     caches of functools: a new name, or result, is in no slot."""
 
     def __init__(self, places: Places) -> None:
-        held = [*map(itemgetter(1), (*places.slots, *places.code, *places.outline))]
-        dicts = [each for each in held if isinstance(each, dict)]
-        dicts += [globals_of for globals_of, *_ in places.named.values()]
-        dicts += [function.__dict__ for function in held if type(function) is FunctionType]
+        dicts = [each for _, each in places.containers if isinstance(each, dict)]
         dicts += [each.__dict__ for _, each in places.tensors if type(each) in tree.BARE]
-        names: dict[int, tuple[Way, Any, Mapping[Any, Any]]] = {
-            id(each): (ITEM, each, each) for each in dicts
-        }
-        classes = [each for each in held if isinstance(each, type) and not is_library_class(each)]
-        names |= {id(each): (CLASS_ATTRIBUTE, each, namespace_of(each)) for each in classes}
-        # How each is written, its holder, and its names.
-        self._names = [*names.values()]
-        # Their lengths are compared several times a graph: in C.
-        self._tables = [table for *_, table in self._names]
-        caches = {id(each): each for each in held if isinstance(each, LRU_CACHE)}
-        self._caches = [*caches.values()]
+        names: dict[int, tuple[Any, Any]] = {id(each): (each, each) for each in dicts}
+        names |= {at: (each.holder, each.key.table) for at, each in places.keys.items()}
+        # What has names, and these.
+        self._holders = [holder for holder, _ in names.values()]
+        self._names = [table for _, table in names.values()]
+        held = map(itemgetter(1), (*places.slots, *places.code))
+        self._caches = [*{id(each): each for each in held if isinstance(each, LRU_CACHE)}.values()]
         self.begin()
 
     def begin(self) -> None:
         """A run begins."""
-        self._sizes = [*map(len, self._tables)]
+        self._sizes = [*map(len, self._names)]
         self._cached = self.cached()
 
     def cached(self) -> list[Any]:
@@ -483,12 +471,12 @@ class _Namespaces:
 
     def have_grown(self) -> bool:
         """Whether the run has made or deleted a name, or put the first tensor into a cache."""
-        sizes = [*map(len, self._tables)]
-        return sizes != self._sizes or len(self.cached()) > len(self._cached)
+        return [*map(len, self._names)] != self._sizes or len(self.cached()) > len(self._cached)
 
     def take_back(self) -> None:
         """Delete what the run has made: a dict has new keys at its end."""
-        for (way, holder, names), size in zip(self._names, self._sizes, strict=True):
+        for holder, names, size in zip(self._holders, self._names, self._sizes, strict=True):
+            way = CLASS_ATTRIBUTE if isinstance(holder, type) else ITEM
             for key in [*names][size:]:
                 put_back(Place(None, "", way, holder, key), MISSING)
         for cache in self.cached():
@@ -542,7 +530,7 @@ class _Moves:
         self.has_moved = False
         if self.is_captured:
             # Now, as the run will replace the tensors that captures left.
-            self.note_left(reads.walk().keyed)
+            self.note_left(reads.places().keyed)
         self._last = self.python.take()
         self._before_run = self._last, [*self._counts]
         self.namespaces.begin()
@@ -612,7 +600,7 @@ class _Moves:
         """The memory that a run made and left in Python, if it computed that from its inputs or
         wrote it again: key -> (path, memory)."""
         alive, made = watch.made_alive(), {}
-        for place, tensor, key in reads.walk().keyed if alive else ():
+        for place, tensor, key in reads.places().keyed if alive else ():
             if key not in alive:
                 continue
             # Such as a table that is built once: graphs read it even if it is replaced later.

@@ -122,7 +122,7 @@ def test_every_public_callable_is_tried_with_garbage() -> None:
                 "failed",
                 "not_replayed",
                 "not_served_by",
-                "run_eagerly",
+                "without_graph",
                 "sizes",
                 "withdraw_all",
             },

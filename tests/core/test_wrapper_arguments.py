@@ -217,10 +217,10 @@ def test_the_wrapper_of_a_runner_compares_no_arguments():
     )
     runner.capture()
     [wrapped] = runner.graphs.owners()
-    assert not any(entry.unchecked for entry in wrapped.entries.values())
+    assert not any(entry.compares_next for entry in wrapped.entries.values())
     for _ in range(3):
         runner(Batch(4, 4, 1), x=torch.ones(4))
-    assert not any(entry.unchecked for entry in wrapped.entries.values())
+    assert not any(entry.compares_next for entry in wrapped.entries.values())
 
 
 @pytest.mark.parametrize("level", LEVELS)

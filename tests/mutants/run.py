@@ -74,7 +74,6 @@ TESTS: dict[str, tuple[str, ...]] = {
     "graphrt/core/inputs/": (
         "tests/core/test_*put*.py",
         "tests/core/test_slots.py",
-        "tests/core/test_padding_rows.py",
         "tests/core/test_size_bombs.py",
         "tests/core/test_named_errors.py",
         "tests/core/test_runner.py",

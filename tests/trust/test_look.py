@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
 
 from graphrt import GraphOptions, GraphRunner, InputSpec
 from graphrt.errors import VerificationError
+from graphrt.trust.reads import ReadSet
 
 WIDTH = 4
 TABLE = {"bias": torch.zeros(WIDTH)}
@@ -146,3 +149,30 @@ def calls_of_a_look(modules: int) -> int:
 
 def test_a_look_compares_modules_and_containers_in_c() -> None:
     assert calls_of_a_look(4) == calls_of_a_look(16)
+
+
+def _replace_array(model: Any) -> None:
+    model.table = numpy.zeros(3)
+
+
+@pytest.mark.parametrize("name", [*CHANGES, "model.table"])
+def test_a_trial_walks_again_only_after_a_change(name: str) -> None:
+    model = Model()
+    model.table = numpy.zeros(3)
+    reads = ReadSet(model)
+    settled = reads.settle()
+    assert reads.places() is settled
+    {**CHANGES, "model.table": _replace_array}[name](model)
+    now = reads.places()
+    assert now is not settled
+    assert reads.settle(now) is reads.places() is now
+
+
+def test_a_trial_in_another_thread_walks_again_as_a_thread_has_values_of_its_own() -> None:
+    reads = ReadSet(Model())
+    settled, found = reads.settle(), []
+    thread = threading.Thread(target=lambda: found.append(reads.places()))
+    thread.start()
+    thread.join()
+    assert found != [settled]
+    assert reads.places() is settled

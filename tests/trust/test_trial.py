@@ -16,6 +16,7 @@ from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.options import GraphOptions
 from graphrt.cpu.platform import CpuPlatform
+from graphrt.trust.reads import ReadSet
 from graphrt.trust.trial import Rows, Trial, TriedStep
 from graphrt.trust.verdict import TrialRecord, TriedGraph, Verdict
 from graphrt.trust.warm_up import WarmedUp
@@ -118,6 +119,7 @@ def trial_of(step: FakeStep, *, mode: str = "FULL", warm: WarmedUp | None = None
         warm,
         CpuPlatform(),
         GraphOptions(state_limit_bytes=1 << 20),
+        ReadSet(step.forward, watched=False),
     )
 
 

@@ -44,7 +44,7 @@ def watched(
         {} if warmed_up is None else warmed_up,
         is_in_graphs=lambda _: False,
         has_parts=True,
-        **{"pads": (), "padding": PaddingRows(), **more},
+        **{"pad_rows": (), "padding": PaddingRows(), **more},
     )
 
 
@@ -80,6 +80,7 @@ def test_writes_and_draws_of_warm_ups_are_put_back_and_built_objects_stay(times)
         assert model.state.tolist() == [0.0, 0.0]
     table = model.table
     state.settle(lambda: None)
+    state.state.generators.restore()  # as a session does at its end
     assert torch.equal(torch.get_rng_state(), before[0])
     assert random.getstate() == before[1]
     assert np.random.get_state()[1].tolist() == before[2]
@@ -249,7 +250,7 @@ def test_state_beyond_the_limit_raises_before_any_write():
 @pytest.mark.parametrize(("pads", "ok"), [((2,), True), ((1,), False)])
 def test_state_too_large_to_save_is_checked_after_the_last_warm_up(pads, ok):
     model = SimpleNamespace(rows=torch.zeros(4, 4))
-    state = watched(model, limit_bytes=15, pads=pads)
+    state = watched(model, limit_bytes=15, pad_rows=pads)
     run(state, lambda: model.rows.put_(torch.tensor([2 * 4]), torch.ones(1)))
     if ok:
         state.settle(lambda: None)

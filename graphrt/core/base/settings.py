@@ -39,12 +39,12 @@ class Setting(NamedTuple):
     key: bool = True
 
 
-def settings(*kinds: str) -> Iterator[Setting]:
+def settings(*kinds: str) -> tuple[Setting, ...]:
     """All rows; autocast of these kinds of devices, or else of the CPU and the accelerator."""
     accelerator = torch.accelerator.current_accelerator()
-    for kind in kinds or ("cpu", *(() if accelerator is None else (accelerator.type,))):
-        yield Setting(f"{AUTOCAST}{kind}", partial(_autocast, kind), GUARD)
-    yield from _ROWS
+    kinds = kinds or ("cpu", *(() if accelerator is None else (accelerator.type,)))
+    rows = [Setting(f"{AUTOCAST}{kind}", partial(_autocast, kind), GUARD) for kind in kinds]
+    return *rows, *_ROWS
 
 
 def around_part() -> dict[str, Any]:

@@ -1,12 +1,19 @@
-"""State that a forward advances: what warm-up and capture must leave as it was."""
+"""State that a forward advances: what warm-up and capture must leave as it was.
+
+`SavedState` is the one owner of what a host declares, and of generators of random numbers. Trust
+adds to it what it has seen a forward write.
+"""
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
+from graphrt.core.base._undo import Undo
 from graphrt.core.base.errors import InvalidOptionError, StaleInputError, StateTooLargeError
 from graphrt.core.base.option_values import check_kind, check_takes, shown
 from graphrt.core.base.thread_mode import without_gradients
@@ -81,14 +88,66 @@ def as_states(states: Iterable[State | torch.Tensor]) -> Sequence[State]:
     return [state if isinstance(state, State) else State(state) for state in states]
 
 
-def saved(states: Iterable[State | torch.Tensor], limit_bytes: int) -> list[Callable[[], None]]:
-    """Save declared states now; returns for each a function that restores it. Raises
-    `StateTooLargeError` if they take more than `limit_bytes`; then nothing is saved."""
-    declared = as_states(states)
-    total = sum(state.bytes for state in declared)
-    if total > limit_bytes:
-        raise too_large("the declared state", f"{total} bytes", limit_bytes)
-    return [state.save() for state in declared]
+class Generators:
+    """The states of random generators: torch's default ones of the CPU and of one device, Python's
+    and NumPy's."""
+
+    def __init__(self, device_type: str) -> None:
+        # For each generator: what reads its state, what sets it, and its state at the beginning.
+        self._saved: list[tuple[Callable[[], Any], Callable[[Any], object], Any]] = []
+        self._save(torch.get_rng_state, torch.set_rng_state)
+        if device_type != "cpu":
+            device = torch.get_device_module(device_type)
+            if hasattr(device, "get_rng_state"):
+                self._save(device.get_rng_state, device.set_rng_state)
+        self._save(random.getstate, random.setstate)
+        numpy = sys.modules.get("numpy.random")
+        if numpy is not None:
+            self._save(numpy.get_state, numpy.set_state)
+
+    def take(self) -> list[Any]:
+        """The states at this moment."""
+        return [get() for get, *_ in self._saved]
+
+    def restore(self, states: Sequence[Any] | None = None) -> None:
+        """Put back the states of the beginning, or those that `take` returned."""
+        for at, (_, put, was) in enumerate(self._saved):
+            put(states[at] if states is not None and at < len(states) else was)
+
+    def host_has_drawn(self) -> bool:
+        """Whether torch's own of the CPU has another state than at the beginning."""
+        return not torch.equal(self._saved[0][2], torch.get_rng_state())
+
+    def _save(self, get: Callable[[], Any], put: Callable[[Any], object]) -> None:
+        self._saved.append((get, put, get()))
+
+
+class SavedState:
+    """Declared state and random generators as they are now, to be put back after runs."""
+
+    generators_of: type[Generators] = Generators
+
+    def __init__(
+        self, device_type: str, limit_bytes: int, declared: Iterable[State | torch.Tensor] = ()
+    ) -> None:
+        """Raises `StateTooLargeError` if declared state takes more than `limit_bytes`; then nothing
+        is saved."""
+        self._states, self._limit_bytes = as_states(declared), limit_bytes
+        # For each declared state a function that puts it back.
+        self._declared = self.copies()
+        self.generators = self.generators_of(device_type)
+
+    def copies(self) -> list[Callable[[], None]]:
+        """Save declared state as it is now; returns for each a function that restores it."""
+        total = sum(state.bytes for state in self._states)
+        if total > self._limit_bytes:
+            raise too_large("the declared state", f"{total} bytes", self._limit_bytes)
+        return [state.save() for state in self._states]
+
+    def restore_memory(self, *more: Callable[[], object]) -> None:
+        """Put back declared state, then do `more`. The first error of the host's own functions is
+        raised when all is done."""
+        Undo([*more, *reversed(self._declared)]).now()
 
 
 def too_large(state: str, got: str, limit_bytes: int) -> StateTooLargeError:

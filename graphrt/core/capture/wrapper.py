@@ -119,7 +119,7 @@ class WrapperGraphs:
 
     def find_at(self, slot: int, entry: Entry) -> None:
         """Let steps of this slot find `entry` at once, if no check is due; -1 is no slot."""
-        if slot >= 0 and not entry.unchecked:
+        if slot >= 0 and not entry.compares_next:
             self.by_slot[slot] = entry
 
     def take(self, descriptor: BatchDescriptor | None, *, again: bool) -> Sequence[DeviceGraph]:
@@ -297,9 +297,9 @@ class GraphWrapper(errors.Uncopied):
         # A context without a token does not tell whether an earlier piece of the step ran eagerly:
         # arguments are compared at every replay.
         has_no_token = context.token is None and graphs.mode is not _FULL
-        if entry.unchecked or has_no_token:
+        if entry.compares_next or has_no_token:
             entry.check_arguments(args, kwargs, name_of(self.runnable))
-            entry.unchecked = graphs.always_checks
+            entry.compares_next = graphs.always_checks
         trials = graphs.trials
         if trials is not None and not trials.may_replay(self, entry, context, args, kwargs):
             self._miss(context)
@@ -334,7 +334,7 @@ class GraphWrapper(errors.Uncopied):
             self.pool, graphs.bridges, context, (args, kwargs), owned=self._owner_served
         )
         entry, result = self._record(recorder, args, kwargs)
-        entry.unchecked = graphs.checks
+        entry.compares_next = graphs.checks
         if graphs.trials is not None:
             graphs.trials.captured(self, entry.descriptor)
         # An entry captured lazily gets its slot at its next step: see `_find`.

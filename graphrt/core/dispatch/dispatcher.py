@@ -209,7 +209,7 @@ class GraphDispatcher(Uncopied):
                 self._last_missed = step
                 self._count(context.slot, Reason.MISSING_GRAPH)
 
-    def run_eagerly(self, dispatch: Dispatch, batch: Batch, reason: Reason) -> Dispatch:
+    def without_graph(self, dispatch: Dispatch, batch: Batch, reason: Reason) -> Dispatch:
         """Count a batch that was dispatched to a graph but is not replayed; returns its dispatch
         without one."""
         self._count(dispatch.slot, reason)
@@ -325,19 +325,21 @@ class GraphDispatcher(Uncopied):
     def _best(
         self, version: _Version, batch: Batch, agreed: Agreed | None
     ) -> tuple[Dispatch | None, Reason]:
-        """The best graph, or the first reason below that is true of the batch."""
+        """The best graph; without one, the first reason below that is true of the batch."""
         excluded = NO_MODES if batch.exclude is NO_MODES else _checked_modes(batch.exclude)
         published, planned, padding = self._ladders(version, agreed)
         max_tokens = batch.num_tokens * padding
-        graph, pads, left_out, largest = published.find(batch, excluded, max_tokens)
-        if graph is not None or self.mode is _NONE:
-            return graph, Reason.MODE_NONE
+        graph, too_padded, left_out, largest = published.find(batch, excluded, max_tokens)
+        if graph is not None:
+            return graph, Reason.HIT
+        if self.mode is _NONE:
+            return None, Reason.MODE_NONE
         if agreed is not None:
             return None, Reason.RANKS_DISAGREE
-        if pads or left_out:
-            return None, Reason.PADDING if pads else Reason.EXCLUDED
-        graph, pads, _, _ = planned.find(batch, excluded, max_tokens)
-        if pads or graph is not None:
+        if too_padded or left_out:
+            return None, Reason.PADDING if too_padded else Reason.EXCLUDED
+        graph, too_padded, _, _ = planned.find(batch, excluded, max_tokens)
+        if too_padded or graph is not None:
             return None, Reason.PADDING if graph is None else Reason.NOT_CAPTURED
         return None, Reason.TOO_LARGE if 0 < largest < batch.num_tokens else Reason.NO_GRAPH
 

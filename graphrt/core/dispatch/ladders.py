@@ -70,7 +70,7 @@ class Ladders:
         """The best graph of at most so many tokens; `batch` is checked and settled."""
         tokens, reqs = batch.num_tokens, batch.num_reqs
         loras, bounds = batch.num_active_loras, batch.bounds
-        best, pads, left_out, largest = _INF, False, False, 0
+        best, too_padded, left_out, largest = _INF, False, False, 0
         ladders = self._ladders.get((batch.variant, batch.query_len))
         if ladders is None:
             # Only those for any query length.
@@ -91,11 +91,11 @@ class Ladders:
             if mode in excluded:
                 left_out = True
             elif sizes[rung] > max_tokens:
-                pads = True
+                too_padded = True
             elif ranks[rung] < best:
                 best = ranks[rung]
         graph = None if best is _INF else self._ranked[int(best)]
-        return graph, pads, left_out, largest
+        return graph, too_padded, left_out, largest
 
 
 def _roomy(most_reqs: list[float], start: int, reqs: int) -> int:

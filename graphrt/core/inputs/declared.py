@@ -5,24 +5,19 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from graphrt.core.base import tree
 from graphrt.core.base.errors import GraphRTError, InvalidBatchError, InvalidInputError
 from graphrt.core.base.option_values import MOST, check_kind, refused, shown
 from graphrt.core.device.platform import Platform
-from graphrt.core.inputs.layout import InputLayout
 from graphrt.core.inputs.spec import Inputs, InputSpec, check_value, specs_of
 
 _LARGE_BYTES = 1 << 30
 """Buffers up to 1 GiB fit nearly everywhere: for larger ones the device is asked how much memory it
 has."""
-_IS_PADDING = "{} as in padding"
-"""Stands in `Differing` for an input that has a live row equal to its padding."""
 _RESERVED = {"agreed", "metadata", "self", "updates"}
 """Names of arguments that a call of a runner, or of a wrapper, takes itself."""
 
@@ -42,26 +37,6 @@ class DeclaredInputs:
             axis, _ = spec.batch_axis()
             if axis is not None:
                 self.by_axis[axis.counts] = self.by_axis.get(axis.counts, frozenset()) | {name}
-        # All inputs with a batch axis.
-        self.with_rows = frozenset[str]().union(*self.by_axis.values())
-        self.shows = {
-            axis: names | {_IS_PADDING.format(each) for each in names if self._may_address(each)}
-            for axis, names in self.by_axis.items()
-        }
-        """axis -> all names that `differing` can return: each input, and "NAME as in padding" if
-        the input may be an address."""
-        # `.real`, as a pad value may be complex by its type.
-        indices = {
-            name: int(spec.pad_value.real) for name, spec in self.specs.items() if spec.index
-        }
-        self.pads = indices or {
-            name: int(self.specs[name].pad_value.real)
-            for name in sorted(self.with_rows)
-            if self._may_address(name)
-        }
-        """The padding values of index inputs, by name; without any, of those that may be one."""
-        self.addresses = sorted({*indices.values()})
-        """The padding values of index inputs: the rows that padding tokens may write."""
 
     def check_names(self, values: Mapping[str, Any]) -> None:
         """Raise `InvalidInputError` for missing or unknown input names."""
@@ -148,70 +123,6 @@ class DeclaredInputs:
                 expected=f"at most {most}",
                 advice="a smaller largest size (sizes, max_num_tokens, max_num_reqs), or shape",
             )
-
-    # What padding rows hold, for checks --------------------------------------------------------
-
-    def unused_addresses(self, values: Mapping[str, Any]) -> list[int]:
-        """The padding values of index inputs that no live row of the same input holds: their rows
-        belong to no request. `values` were checked. Each input is asked by itself, as a block table
-        may hold its padding value for unused pages of a live request. Waits for the device."""
-        unused: set[int] = set()
-        for name, value in flat_of(values):
-            spec = self.specs[name]
-            if spec.index:
-                pad = int(spec.pad_value.real)
-                if pad >= 0 and not bool((value == pad).any()):
-                    unused.add(pad)
-        return sorted(unused)
-
-    def differing(
-        self, values: Mapping[str, Any], axes: Collection[str]
-    ) -> dict[str, frozenset[str]]:
-        """For each of these axes the inputs of which a trial of this step can show something.
-
-        An input with a live row unlike its padding can show that rows are mixed. An integer input
-        with a live row equal to its padding can show, if it is an address, that padding writes
-        live memory. Waits for the device.
-        """
-        names: dict[str, set[str]] = {axis: set() for axis in axes}
-        for name, value in flat_of(values):
-            spec = self.specs.get(name)
-            axis, dim = (None, 0) if spec is None else spec.batch_axis()
-            if spec is None or axis is None or axis.counts not in names:
-                continue
-            # A value that is no input, such as a sparse tensor, raises where it is copied.
-            with suppress(GraphRTError):
-                check_value(name, spec, value, None)
-                if value.numel() and _differs(value, spec, dim):
-                    names[axis.counts].add(name)
-                if self._may_address(name) and bool((value == spec.pad_value).any()):
-                    names[axis.counts].add(_IS_PADDING.format(name))
-        return {axis: frozenset(differing) for axis, differing in names.items()}
-
-    def _may_address(self, name: str) -> bool:
-        """Whether an input may be an address that nobody has declared as `index`."""
-        spec = self.specs[name]
-        is_whole = not (spec.dtype.is_floating_point or spec.dtype.is_complex)
-        return is_whole and spec.dtype is not torch.bool and not spec.index and spec.pad != "repeat"
-
-    def disturb(self, layout: InputLayout, tokens: int, reqs: int) -> None:
-        """Fill padding rows with the first live row, but not those of indices, with which padding
-        would write live memory."""
-        for move in layout.moves(tokens, reqs).padded:
-            spec = move.field.spec
-            if not spec.index and move.rows:
-                move.padding.copy_(move.live.narrow(spec.batch_axis()[1], 0, 1))
-
-
-def _differs(value: torch.Tensor, spec: InputSpec, dim: int) -> bool:
-    """Whether some live row differs from the padding rows."""
-    if spec.pad == "repeat":
-        row = value.narrow(dim, value.shape[dim] - 1, 1)
-    else:
-        row = torch.full((), spec.pad_value, dtype=value.dtype, device=value.device)
-    # As bytes: 8-bit floats cannot be compared, and NaN is itself.
-    row = row.expand_as(value)
-    return not torch.equal(tree.octets(value), tree.octets(row))
 
 
 def _specs(specs: object, prefix: str, where: str) -> Iterator[tuple[str, InputSpec]]:

@@ -337,7 +337,7 @@ class Entry:
     a runner replays `graph` where there is one, other steps call `launch`."""
 
     # Slots, because C reads these at fixed offsets.
-    __slots__ = ("__dict__", "graph", "unchecked")
+    __slots__ = ("__dict__", "compares_next", "graph")
 
     def __init__(
         self,
@@ -360,7 +360,7 @@ class Entry:
         # Makes new containers for each step, as the caller may change those that it gets.
         self.fresh = tree.copier(outputs)
         # Whether the next replay compares its arguments with those of the capture.
-        self.unchecked = False
+        self.compares_next = False
         tasked = [part for part in parts if isinstance(part, Segment) and part.tasks]
         for number, part in enumerate(tasked, 1):
             which = f" segment {number} of {len(tasked)}" if len(tasked) > 1 else ""

@@ -257,8 +257,7 @@ class RunnerCapture:
             return
         undo.later(setup.inputs.reset)
         undo.later(setup.pool.streams.follow)
-        # Random numbers of the CPU go on where they were; those of a device do not.
-        undo.later(partial(torch.set_rng_state, torch.get_rng_state()))
+        undo.later(self._state.state.generators.restore)
         with setup.host.around_capture():
             # Warm-ups write what the steps before may be reading still, on whichever stream.
             setup.pool.streams.follow()

@@ -17,17 +17,14 @@ C reads `on`, `pending` and `looks` at fixed offsets.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import repeat
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-import torch
-
 from graphrt.core.base import errors
-from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.batch.descriptor import Batch, BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
-from graphrt.core.capture.generators import Generators
-from graphrt.core.capture.state import saved
+from graphrt.core.capture.state import SavedState
 from graphrt.core.dispatch.reasons import Dispatch, Reason
 from graphrt.core.runner.findings import Look, TrustReport
 from graphrt.core.runner.host import MakeExample
@@ -65,16 +62,12 @@ class Looks:
         self.looks: Iterator[bool] = repeat(True)
 
 
+@dataclass
 class RunWatch:
-    """Runs the forward for one capture session, and puts its state back. It knows only the state
-    that the host declares, and torch's default generators of random numbers."""
+    """Runs the forward for one capture session, and puts its state back. This one knows only the
+    state that the host declares, and generators of random numbers."""
 
-    def __init__(self, setup: RunnerSetup) -> None:
-        """Saves the state. Raises `StateTooLargeError`."""
-        platform = setup.pool.platform
-        self._declared = saved(setup.host.state, setup.options.state_limit(platform))
-        self._generators = Generators(platform.device_type)
-        self._host_state = torch.get_rng_state()
+    state: SavedState
 
     def run(self, kind: Hashable, tokens: int, inputs: Values, calls: Calls[T]) -> T:
         """Run a forward of so many tokens eagerly, for graphs of a `kind`; None is no graph's.
@@ -121,22 +114,20 @@ class RunWatch:
     def restore(self) -> None:
         """Put back the state that the last run has changed; it may be called again. The first
         error of the host's own functions is raised when all is done."""
-        Undo([*reversed(self._declared)]).now()
+        self.state.restore_memory()
 
     def may_draw(self, *, is_tried: bool = False) -> bool:
         """Whether the last run drew random numbers, as far as is known. Where a capture `is_tried`,
         that of a larger size has passed a look at each operator."""
-        return not (is_tried and torch.equal(self._host_state, torch.get_rng_state()))
+        return not is_tried or self.state.generators.host_has_drawn()
 
     def reads_host_memory(self) -> bool:
         """Whether a warm-up has read memory of the host: where one operand is a number there, its
         value is an argument of the kernel."""
         return False
 
-    @undoing
-    def settle(self, undo: Undo, last_runs: Callable[[], None]) -> None:
-        """End the session by `last_runs` of the forward, and put random generators back."""
-        undo.later(self._generators.restore)
+    def settle(self, last_runs: Callable[[], None]) -> None:
+        """After all captures, and after `last_runs` of the forward: find what graphs read."""
         last_runs()
 
     def give_up(self) -> None:
@@ -168,8 +159,10 @@ class StepChecks:
     # Captures
 
     def runs(self, setup: RunnerSetup) -> RunWatch:
-        """What runs the forward in a new capture session."""
-        return RunWatch(setup)
+        """What runs the forward in a new capture session. Raises `StateTooLargeError`."""
+        platform = setup.pool.platform
+        limit = setup.options.state_limit(platform)
+        return RunWatch(SavedState(platform.device_type, limit, setup.host.state))
 
     def captured(self, graphs: Iterable[Dispatch], *, more: bool = False) -> None:
         """Note captured graphs, some of which may have been noted before. With `more` to come none

@@ -159,7 +159,7 @@ class StepEngine:
             entry = None if prepared is None else prepared.entry
             # All but the replay of a single graph: a step with updates, without a graph, of several
             # parts, of an entry that was destroyed, or whose wrapper compares its arguments first.
-            if updates is not None or entry is None or entry.graph is None or entry.unchecked:
+            if updates is not None or entry is None or entry.graph is None or entry.compares_next:
                 resolved = executor.updates_of(updates)
                 step = Step(batch, dispatch, values, resolved, metadata, agreed is not None)
                 if check:
@@ -197,7 +197,7 @@ class StepEngine:
                 return tried
             reason = tried
         # Before the run: if the forward raises, `last_dispatch` must not say HIT.
-        self.last_dispatch = eager = self._dispatcher.run_eagerly(dispatch, step.batch, reason)
+        self.last_dispatch = eager = self._dispatcher.without_graph(dispatch, step.batch, reason)
         if not step.agreed:
             return eager, self._run_unpadded(step._replace(dispatch=eager))
         try:
@@ -213,7 +213,7 @@ class StepEngine:
         except errors.BreakError as error:
             if not (error.by_part and self._checks.may_repeat(self._executor, step, error)):
                 raise
-        self.last_dispatch = eager = self._dispatcher.run_eagerly(
+        self.last_dispatch = eager = self._dispatcher.without_graph(
             step.dispatch, step.batch, Reason.QUARANTINED
         )
         return eager, self._run_unpadded(step._replace(dispatch=eager))

@@ -178,6 +178,8 @@ class Keys(NamedTuple):
     """Which keys a dict or class had, and how a new one is named: with `items` all have the name of
     the container. Of a module's globals only the `names` that code looks up count."""
 
+    table: Any
+    """The namespace of the class, or the keys of the dict, as Python's own types give them."""
     known: tuple[Any, ...]
     names: set[str] | None = None
     items: bool = False
@@ -185,18 +187,13 @@ class Keys(NamedTuple):
 
 def new_keys(place: Place) -> list[Any]:
     """The keys that count and that a dict or class, at a place of `KEYS`, did not have."""
-    known, names, _ = place.key
+    table, known, names, _ = place.key
     # By identity: to compare keys may run a user's `__eq__`.
     before = {*map(id, known)}
-    new = [key for key in [*table_of(place.holder)] if id(key) not in before]
+    new = [key for key in [*table] if id(key) not in before]
     if issubclass(type(place.holder), type):
         return [key for key in new if key not in _OF_PYTHON]
     return new if names is None else [key for key in new if key in names]
-
-
-def table_of(holder: Any) -> Any:
-    """The namespace of a class, or the items of a dict, as Python's own types give them."""
-    return namespace_of(holder) if issubclass(type(holder), type) else dict.keys(holder)
 
 
 def _item(holder: dict[Any, Any], key: object) -> object:
@@ -389,6 +386,11 @@ def _part(tensor: torch.Tensor, part: Callable[[torch.Tensor], object]) -> objec
         return MISSING
 
 
+def _set_memory(held: torch.Tensor, memory: torch.Tensor, address: object) -> None:
+    if address == memory.data_ptr():
+        held.data = memory.detach()
+
+
 def _set_contents(buffer: Any, key: None, value: Any) -> None:
     if issubclass(type(buffer), CData):
         if len(value) == ctypes.sizeof(buffer):
@@ -447,7 +449,7 @@ ARRAY = Way(
 """The elements of an array of NumPy's."""
 BUFFER = Way(_contents, _set_contents, anew=True)
 """The contents of a buffer: `bytearray`, `array.array`, `io.StringIO`, objects of `ctypes`."""
-KEYS = Way(lambda holder, keys: len(table_of(holder)), text="{} (keys)", anew=True)
+KEYS = Way(lambda holder, keys: len(keys.table), text="{} (keys)", anew=True)
 """How many keys a dict or class has; the place's key are its `Keys`."""
 IDS = Way(lambda holder, base: [*map(id, items_of(holder, base))], same=operator.eq, anew=True)
 """All that is in a dict with keys whose hash is the user's, by identity."""
@@ -455,3 +457,6 @@ BYTES = Way(lambda holder, key: (holder.shape, holder.tobytes()), anew=True)
 """The shape and the elements of an array of NumPy's."""
 PART = Way(_part, anew=True)
 """A part of where a tensor is: its address, shape, strides, dtype or device."""
+MEMORY = Way(lambda held, memory: held.data_ptr(), _set_memory, operator.eq)
+"""The address of a tensor's memory, which `set_` and `.data =` change. The place's key is an alias
+of the first memory: it keeps that alive, so that no other memory gets its address."""

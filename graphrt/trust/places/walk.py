@@ -477,7 +477,8 @@ class Walk:
         self, at: Place, held: Any, *, names: set[str] | None = None, items: bool = False
     ) -> None:
         """List a dict or class whose new keys count; their names begin with the path of `at`."""
-        keys = slots.Keys((*slots.table_of(held),), names, items)
+        table = namespace_of(held) if issubclass(type(held), type) else dict.keys(held)
+        keys = slots.Keys(table, (*table,), names, items)
         self.places.keys.setdefault(id(held), Place(at, "", slots.KEYS, held, keys))
 
     def _unread(self, place: Place, why: str) -> None:
@@ -570,11 +571,12 @@ class Walk:
         registered: Slots = []
         for name in INNER:
             registry: Any = dict.get(held, name)
-            self.places.outline.append((Place(place, f".{name}", slots.ITEM, held, name), registry))
-            prefix = f".{name}" if name.endswith("hooks") else ""
+            at = Place(place, f".{name}", slots.ITEM, held, name)
+            self.places.outline.append((at, registry))
             if not issubclass(type(registry), dict):
                 continue
-            self._keys(Place(place, f".{name}", FIXED, registry), registry, items=True)
+            self._keys(at, registry, items=True)
+            prefix = f".{name}" if registry and name.endswith("hooks") else ""
             for key, each in dict.items(registry):
                 label = f".{key}" if type(key) is str and not key.isdigit() else f"[{key}]"
                 registered.append((Place(place, prefix + label, slots.ITEM, registry, key), each))
