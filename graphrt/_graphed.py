@@ -487,9 +487,11 @@ class _AddressedWrites(Watch):  # type: ignore[no-untyped-call]
             indices = [each for each in tree.tensors(operands) if _is_whole(each)]
             deciding = dict.fromkeys(name for each in indices for name in self._sources(each))
             indexed = indexed_by(func, args) if at is not None else []
-            for size, index in indexed:
-                given = (name for name in self._sources(index) if self._is_as_given(name, index))
-                deciding.update(dict.fromkeys(given, size - 1))
+            for name in deciding:
+                # In `cache[i // 4, i % 4]` the last value of neither is one of `i`.
+                own = [(size, each) for size, each in indexed if name in self._sources(each)]
+                if len(own) == 1 and self._is_as_given(name, own[0][1]):
+                    deciding[name] = own[0][0] - 1
             placed = {**placed, **deciding}
         targets = [*written(facts, args, kwargs)]
         for each in (each for each in targets if deciding and tree.storage_key(each) is not None):
@@ -605,7 +607,8 @@ class _AddressedWrites(Watch):  # type: ignore[no-untyped-call]
                 "input, or a bool mask of the rows to count, with pad=False"
             )
         if "P" in known:
-            return f"{axes}, with a P for which the forward writes a row that is nobody's"
+            names = " and ".join(f"`{name}`" for name, row in rows.items() if row is None)
+            return f"{axes}, with for P a value of {names} whose place in the memory is nobody's"
         spare = ", ".join(pad for pad in known if pad != "False")
         larger = "make the memory one row larger, and pad with that row"
         return f"{axes}, if row {spare} is nobody's; else {larger}"

@@ -336,9 +336,25 @@ def test_no_row_is_advised_where_numbers_of_rows_are_computed() -> None:
         return cache[at, 0] * 2
 
     given = torch.rand(3), torch.tensor([0, 5, 2])
-    with pytest.raises(InvalidInputError, match="a P for which the forward writes a row"):
+    with pytest.raises(InvalidInputError, match="a value of `at` whose place"):
         GRAPHED(forward, given)
     axes = {"at": InputSpec(torch.int64, ("rows",), index=True, pad=8)}
+    assert torch.equal(GRAPHED(forward, given, axes=axes)(*given), given[0] * 2)
+
+
+def test_no_row_is_advised_where_page_and_place_are_computed() -> None:
+    """Although the places of the inputs at the capture are equal to these inputs."""
+    pages = torch.zeros(3, 4, 4)
+
+    def forward(x: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+        pages[i // 4, i % 4] = x
+        return pages[i // 4, i % 4] * 2
+
+    given = torch.rand(4, 4), torch.arange(4)
+    with pytest.raises(InvalidInputError, match="a value of `i` whose place") as raised:
+        GRAPHED(forward, given)
+    assert "pad=P" in str(raised.value)
+    axes = {"i": InputSpec(torch.int64, ("rows",), index=True, pad=11)}
     assert torch.equal(GRAPHED(forward, given, axes=axes)(*given), given[0] * 2)
 
 
