@@ -33,6 +33,7 @@ from graphrt.core.base.errors import (
 from graphrt.core.base.option_values import check_callable, check_kind, shown
 from graphrt.core.base.texts import aligned
 from graphrt.core.base.thread_mode import unseen, without_gradients
+from graphrt.core.base.torch_names import runs_hooks
 from graphrt.core.capture.operators import facts_of, written
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.device.platform import Platform
@@ -55,23 +56,33 @@ class Graphed(Uncopied, Generic[R]):
     """A callable with graphs, called like the one that it was made of: see `graphed`. It has the
     methods that messages advise; its `runner` has the rest, `close()` too."""
 
-    def __init__(
-        self, runner: GraphRunner[R], model: Callable[..., R], names: tuple[str, ...]
-    ) -> None:
+    def __init__(self, runner: GraphRunner[R], model: Callable[..., R], call: _Call) -> None:
         self.runner = runner
         self._model = model
-        self._names = names
+        # The inputs that may be given by position, and how many were at the capture.
+        self._names = tuple(call.places)
+        self._given = len(call.first)
 
     def __call__(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> R:
-        """Returns the model's results. Inputs are given by position or by keyword. Raises the
-        errors of `GraphRunner.__call__`."""
+        """Returns the model's results. Inputs are given by position or by keyword; to a module with
+        hooks as in `inputs=`, since hooks see the difference. Raises the errors of
+        `GraphRunner.__call__`."""
+        if len(args) != self._given and runs_hooks(self._model):
+            raise InvalidInputError(
+                "the model has hooks, which would see inputs by position that were captured by "
+                "keyword, or the other way round",
+                got=f"{len(args)} inputs by position",
+                expected=f"{self._given}, as in inputs=",
+                advice="call it as in inputs=, or capture it as it is called: inputs=(x, y) or "
+                'inputs={"x": x, "y": y}',
+            )
         if not args:
             return self.runner(**kwargs)
         if len(args) > len(self._names) or kwargs.keys() & {*self._names[: len(args)]}:
             raise InvalidInputError(
                 "the inputs are not those that graphs were made for",
                 got=f"{len(args)} positional inputs, and {', '.join(kwargs) or 'none'} by keyword",
-                expected=", ".join(self._names),
+                expected=f"by position at most ({', '.join(self._names)})",
                 advice="give each input once, in this order or by name",
             )
         return self.runner(**dict(zip(self._names, args, strict=False)), **kwargs)
@@ -97,7 +108,7 @@ class Graphed(Uncopied, Generic[R]):
         return self.runner.report()
 
     def __repr__(self) -> str:
-        return f"Graphed({', '.join(self._names)}: {self.runner!r})"
+        return f"Graphed({', '.join(self.runner.inputs.declared.specs)}: {self.runner!r})"
 
     def __str__(self) -> str:
         """What the graphs bring: a step by each that was timed, and its forward run eagerly."""
@@ -174,7 +185,7 @@ def graphed(
                 "Host(mixes_rows=True) is given to a GraphRunner",
             )
         raise
-    return Graphed(fast, model, tuple(call.values))
+    return Graphed(fast, model, call)
 
 
 class _Call:
@@ -195,11 +206,10 @@ class _Call:
                 )
         else:
             given = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
-        bound, by_position = _bound(model, given, named)
+        # `first`: arguments that the model is given by their place; `places`: those that may be.
+        bound, self.first, self.places = _bound(model, given, named)
         self.values: dict[str, Any] = bound
         self._model = model
-        # Arguments that the model is given by their place.
-        self._first = by_position
         wrong = [name for name, value in flat_of(bound) if not isinstance(value, torch.Tensor)]
         if wrong or not bound:
             got = dict(flat_of(bound))[wrong[0]] if wrong else inputs
@@ -212,7 +222,7 @@ class _Call:
 
     def __call__(self, **values: Any) -> Any:
         """Call the model, with its inputs by name."""
-        first = [values.pop(name) for name in self._first]
+        first = [values.pop(name) for name in self.first]
         return self._model(*first, **values)
 
     def unwrap(self) -> Callable[..., Any]:
@@ -222,10 +232,11 @@ class _Call:
 
 def _bound(
     model: Callable[..., Any], given: Sequence[Any], named: Mapping[str, Any]
-) -> tuple[dict[str, Any], list[str]]:
+) -> tuple[dict[str, Any], list[str], list[str]]:
     """Bind the inputs to the model's parameters. Returns them by name, in the order of the
-    signature, and the names of those given by position. Raises `InvalidInputError` where they do
-    not fit."""
+    signature, and the names of those given by position, and of those that may be. Raises
+    `InvalidInputError` where they do not fit."""
+    model = getattr(model, "_orig_mod", model)  # of a compiled module
     call: Any = model
     if isinstance(model, torch.nn.Module) and type(model).__call__ is torch.nn.Module.__call__:
         call = model.forward
@@ -233,7 +244,7 @@ def _bound(
         signature = inspect.signature(call)
     except (TypeError, ValueError):  # a builtin tells nothing
         first = {f"input_{at}": value for at, value in enumerate(given)}
-        return {**first, **named}, [*first]
+        return {**first, **named}, [*first], [*first]
     try:
         arguments = signature.bind(*given, **named).arguments
     except TypeError as error:
@@ -260,7 +271,13 @@ def _bound(
         is_first = len(first_names) < len(given) or several is not None
         if is_first or kind is inspect.Parameter.POSITIONAL_ONLY:
             first_names += names if kind is not inspect.Parameter.KEYWORD_ONLY else []
-    return bound, first_names
+    places: list[str] = []
+    for name, parameter in signature.parameters.items():
+        # After a parameter without an input, as y in forward(x, y=None, z=None), none has a place.
+        if name not in bound or parameter.kind is parameter.KEYWORD_ONLY:
+            break
+        places.append(name)
+    return bound, first_names, max(places, first_names, key=len)
 
 
 def _refuse_training(model: Any) -> None:
@@ -486,9 +503,11 @@ class _AddressedWrites(Watch):  # type: ignore[no-untyped-call]
             indices = [each for each in tree.tensors(operands) if _is_whole(each)]
             deciding = dict.fromkeys(name for each in indices for name in self._sources(each))
             indexed = indexed_by(func, args) if at is not None else []
-            for size, index in indexed:
-                given = (name for name in self._sources(index) if self._is_as_given(name, index))
-                deciding.update(dict.fromkeys(given, size - 1))
+            for name in deciding:
+                # In `cache[i // 4, i % 4]` the last value of neither is one of `i`.
+                own = [(size, each) for size, each in indexed if name in self._sources(each)]
+                if len(own) == 1 and self._is_as_given(name, own[0][1]):
+                    deciding[name] = own[0][0] - 1
             placed = {**placed, **deciding}
         targets = [*written(facts, args, kwargs)]
         for each in (each for each in targets if deciding and tree.storage_key(each) is not None):
@@ -604,7 +623,8 @@ class _AddressedWrites(Watch):  # type: ignore[no-untyped-call]
                 "input, or a bool mask of the rows to count, with pad=False"
             )
         if "P" in known:
-            return f"{axes}, with a P for which the forward writes a row that is nobody's"
+            names = " and ".join(f"`{name}`" for name, row in rows.items() if row is None)
+            return f"{axes}, with for P a value of {names} whose place in the memory is nobody's"
         spare = ", ".join(pad for pad in known if pad != "False")
         larger = "make the memory one row larger, and pad with that row"
         return f"{axes}, if row {spare} is nobody's; else {larger}"

@@ -16,6 +16,7 @@ import torch
 
 import graphrt
 from graphrt import GraphRunner, InputSpec, Reason
+from graphrt.core.base.torch_names import runs_hooks
 from graphrt.errors import (
     GraphQuarantinedWarning,
     InvalidInputError,
@@ -335,9 +336,25 @@ def test_no_row_is_advised_where_numbers_of_rows_are_computed() -> None:
         return cache[at, 0] * 2
 
     given = torch.rand(3), torch.tensor([0, 5, 2])
-    with pytest.raises(InvalidInputError, match="a P for which the forward writes a row"):
+    with pytest.raises(InvalidInputError, match="a value of `at` whose place"):
         GRAPHED(forward, given)
     axes = {"at": InputSpec(torch.int64, ("rows",), index=True, pad=8)}
+    assert torch.equal(GRAPHED(forward, given, axes=axes)(*given), given[0] * 2)
+
+
+def test_no_row_is_advised_where_page_and_place_are_computed() -> None:
+    """Although the places of the inputs at the capture are equal to these inputs."""
+    pages = torch.zeros(3, 4, 4)
+
+    def forward(x: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+        pages[i // 4, i % 4] = x
+        return pages[i // 4, i % 4] * 2
+
+    given = torch.rand(4, 4), torch.arange(4)
+    with pytest.raises(InvalidInputError, match="a value of `i` whose place") as raised:
+        GRAPHED(forward, given)
+    assert "pad=P" in str(raised.value)
+    axes = {"i": InputSpec(torch.int64, ("rows",), index=True, pad=11)}
     assert torch.equal(GRAPHED(forward, given, axes=axes)(*given), given[0] * 2)
 
 
@@ -646,7 +663,75 @@ def test_hooks_of_the_model_see_inputs_as_the_model_is_called() -> None:
     fast = GRAPHED(model, torch.rand(4, 4))
     x = torch.rand(2, 4)
     assert torch.allclose(fast(x), model(x))
-    assert torch.equal(fast(input=x), fast(x))
+
+
+class Sum(torch.nn.Module):
+    """Two inputs, and one that is left out."""
+
+    def forward(self, x: torch.Tensor, y: Any = None, z: Any = None) -> torch.Tensor:
+        """What is given, added up."""
+        return x + (0 if y is None else y * 2) + (0 if z is None else z)
+
+
+KINDS: dict[str, Callable[[torch.nn.Module], Any]] = {
+    "a module": lambda model: model,
+    "in a partial": functools.partial,
+    "all modules": lambda model: model,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("by_name", [False, True])
+def test_hooks_see_no_other_inputs_than_those_of_a_call(by_name: bool, kind: str) -> None:
+    """A call by position of what was captured by keyword, and the other way round, is refused."""
+    model, x = Sum().eval(), torch.rand(4, 4)
+
+    def double(module: Any, args: Any) -> Any:
+        return (args[0] * 2, *args[1:]) if args and type(module) is Sum else None
+
+    add: Any = model.register_forward_pre_hook
+    if kind == "all modules":
+        add = torch.nn.modules.module.register_module_forward_pre_hook
+    hook = add(double)
+    by_position, by_keyword = ((x, x), {}), ((), {"x": x, "y": x})
+    (args, kwargs), other = (by_keyword, by_position) if by_name else (by_position, by_keyword)
+    try:
+        fast = GRAPHED(KINDS[kind](model), kwargs or args)
+        assert torch.equal(fast(*args, **kwargs), model(*args, **kwargs))
+        with pytest.raises(InvalidInputError, match="the model has hooks"):
+            fast(*other[0], **other[1])
+        assert runs_hooks(torch.compile(model))
+    finally:
+        hook.remove()
+
+
+def test_an_input_has_the_place_that_it_has_in_the_models_call() -> None:
+    """Behind an argument that was left out none has a place; nor has one that only names give."""
+    x = torch.rand(4, 4)
+    fast = GRAPHED(Sum().eval(), {"x": x, "z": x})
+    assert torch.equal(fast(x, z=x), x + x)
+    with pytest.raises(InvalidInputError, match=r"at most \(x\)"):
+        fast(x, x)
+
+    def named(**inputs: torch.Tensor) -> torch.Tensor:
+        return inputs["x"] - inputs["y"]
+
+    fast = GRAPHED(named, {"y": x, "x": x})
+    with pytest.raises(InvalidInputError, match=r"at most \(\)"):
+        fast(x, x)
+
+
+def test_a_runner_of_a_module_with_hooks_takes_its_input_by_name() -> None:
+    """It calls the forward by name, which hooks would see."""
+    model = torch.nn.Identity().eval()
+    spec = {"input": InputSpec(torch.float32, ("rows", 4))}
+    with GraphRunner(model, inputs=spec, sizes=[2], platform="cpu") as runner:
+        runner.capture()
+        x = torch.ones(2, 4)
+        assert torch.equal(runner(x), x)
+        model.register_forward_pre_hook(lambda module, args: (args[0] * 2,) if args else None)
+        with pytest.raises(InvalidInputError, match="the forward has hooks"):
+            runner(x)
 
 
 def test_a_runner_inside_runs_as_part_of_the_graphs() -> None:

@@ -124,6 +124,21 @@ global_hooks: dict[str, dict[int, Any]] = {
 }
 """The hooks that are called around the forward of every module."""
 
+
+def runs_hooks(forward: Any) -> bool:
+    """Whether hooks are called around a forward: of a module, in a partial or compiled too. They
+    see which inputs are given by position."""
+    while isinstance(forward, partial):
+        forward = forward.func
+    owner = getattr(forward, "__self__", forward)
+    if not isinstance(owner, torch.nn.Module) or getattr(forward, "__name__", "") == "forward":
+        return False
+    modules = owner, getattr(owner, "_orig_mod", owner)
+    return any(global_hooks.values()) or any(
+        each._forward_pre_hooks or each._forward_hooks for each in modules
+    )
+
+
 # Settings ----------------------------------------------------------------------------------------
 
 attention_kernels: Any = _attention("torch.nn.attention._cur_sdpa_kernel_backends")

@@ -14,6 +14,7 @@ from typing_extensions import TypeVar  # in typing from Python 3.13 on
 
 from graphrt.core.base.errors import InvalidInputError, Uncopied
 from graphrt.core.base.option_values import check_kind, check_takes
+from graphrt.core.base.torch_names import runs_hooks
 from graphrt.core.batch.descriptor import Batch
 from graphrt.core.capture.refusals import NESTED_CAPTURE
 from graphrt.core.dispatch.reasons import Dispatch
@@ -77,7 +78,8 @@ class Runner(Uncopied, Generic[R]):
 
         `values` are tensors in the dtypes and live shapes of `inputs`; `batch` may be left out
         where their shapes say everything. An input slot stands for both; values beside it take the
-        place of its own. A tensor in its place is the input of a runner that has one alone.
+        place of its own. A tensor in its place is the input of a runner that has one alone; the
+        forward gets it by name all the same, so one with hooks refuses it.
         `updates` are the host arguments of updatable tasks, `metadata` is what eager parts read
         from the context.
         `agreed` is the graph that ranks have agreed on, by its descriptor or the `Dispatch` of one
@@ -102,6 +104,14 @@ class Runner(Uncopied, Generic[R]):
         if not isinstance(first, torch.Tensor):
             return first, values
         names = [*self.inputs.declared.specs]
+        if runs_hooks(self.graphs.setup.forward):
+            raise InvalidInputError(
+                "a tensor was given without its name, and the forward has hooks: they would see it "
+                "by name, as the forward is always called here",
+                got=f"a tensor of {tuple(first.shape)} by position",
+                expected=f"{', '.join(names)} by name",
+                advice="pass it by name, with hooks made by with_kwargs=True; or use graphed()",
+            )
         if len(names) > 1 or values or "." in names[0]:
             raise InvalidInputError(
                 "a tensor was given without its name, and could be any of the inputs",
