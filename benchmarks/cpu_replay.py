@@ -2,9 +2,10 @@
 
     python3 -m benchmarks.cpu_replay [--json FILE]
 
-The demo's seeded decoder: whole runner calls at captured sizes, against the same callable run
-eagerly on the same padded inputs; taken in turns, medians of many calls, on one thread. Arena
-bytes are over all graphs of a run.
+The demo's seeded decoder: whole runner calls at captured sizes, without and with
+`CpuPlatform(fuse=True)`, against the same callable run eagerly on the same padded inputs; taken in
+turns of a few calls, medians over the turns, on one thread. Arena bytes are over all graphs of a
+run.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import json
 import platform as host_platform
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,10 +22,13 @@ from typing import Any
 import torch
 
 from benchmarks.common import median_us
-from graphrt import Batch, GraphOptions, get_platform
+from graphrt import Batch, GraphOptions, GraphRunner, get_platform
+from graphrt.cpu import CpuPlatform
 from graphrt.demo import Decoder, EngineLimits, Setup, make_runner, seeded_checkpoint
 
-ROUNDS = 200
+ROUNDS = 40
+CALLS = 10
+"""In a turn: the weights and caches of the others leave the processor's caches in the first."""
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 
 
@@ -48,31 +53,42 @@ def step_inputs(limits: EngineLimits, tokens: int, reqs: int) -> dict[str, torch
     }
 
 
+def captured(setup: Setup) -> tuple[GraphRunner, float]:
+    """A runner with all graphs, and the seconds of its capture."""
+    runner = make_runner(setup, GraphOptions())
+    started = time.perf_counter()
+    runner.capture()
+    return runner, time.perf_counter() - started
+
+
 def demo(mode: str) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    """A row for each captured size: eager and replayed whole runner calls."""
-    setup = demo_setup()
+    """A row for each captured size: eager, replayed and fused whole runner calls."""
+    setup = replace(demo_setup(), graphs={"mode": mode, "sizes": SIZES})
+    plain, plain_s = captured(setup)
+    fused, fused_s = captured(replace(setup, platform=CpuPlatform(fuse=True)))
     rows = []
-    setup = replace(setup, graphs={"mode": mode, "sizes": SIZES})
-    with make_runner(setup, GraphOptions()) as runner:
-        runner.capture()
+    with plain, fused:
         for size in (1, 4, 8, 16, 64):
             reqs = min(size, setup.limits.max_num_reqs)
             values = step_inputs(setup.limits, size, reqs)
             batch = Batch(size, reqs, 1 if reqs == size else None)
-            found = runner.dispatcher.dispatch(batch)
-            eager, replayed = median_us(
-                lambda b=batch, f=found, v=values: runner.run_padded_eagerly(b, f, v),
-                lambda b=batch, v=values: runner(b, **v),
+            found = plain.dispatcher.dispatch(batch)
+            times = median_us(
+                lambda b=batch, f=found, v=values: plain.run_padded_eagerly(b, f, v),
+                lambda b=batch, v=values: plain(b, **v),
+                lambda b=batch, v=values: fused(b, **v),
                 rounds=ROUNDS,
-                calls=1,
+                calls=CALLS,
             )
+            names = ("eager_us", "replay_us", "fused_us")
             rows.append(
-                {"mode": found.mode.name, "tokens": size, "eager_us": eager, "replay_us": replayed}
+                {"mode": found.mode.name, "tokens": size, **dict(zip(names, times, strict=True))}
             )
-        arena = runner.pool.memory
         memory = {
-            "graphs": len(runner.plan.keys),
-            "arena_bytes": arena.reserved_bytes,
+            "graphs": len(plain.plan.keys),
+            "arena_bytes": plain.pool.memory.reserved_bytes,
+            "capture_s": plain_s,
+            "fused_capture_s": fused_s,
         }
     return rows, memory
 
@@ -88,12 +104,16 @@ def main() -> None:
         results[mode] = {"steps": rows, "memory": memory}
         print(f"demo model, mode {mode}")
         for row in rows:
-            ratio = row["eager_us"] / row["replay_us"]
+            eager, replay, fused = row["eager_us"], row["replay_us"], row["fused_us"]
             print(
-                f"  {row['mode']:<10}{row['tokens']:>4} tokens   eager {row['eager_us']:8.0f} us"
-                f"   replay {row['replay_us']:8.0f} us   {ratio:5.2f} times as fast"
+                f"  {row['mode']:<10}{row['tokens']:>4} tokens   eager {eager:8.0f} us"
+                f"   replay {replay:8.0f} us   {eager / replay:5.2f} times as fast"
+                f"   fused {fused:8.0f} us   {eager / fused:5.2f} times as fast"
             )
-        print(f"  arena of {memory['graphs']} graphs: {memory['arena_bytes'] / 2**20:.2f} MiB")
+        print(
+            f"  arena of {memory['graphs']} graphs: {memory['arena_bytes'] / 2**20:.2f} MiB;"
+            f" captured in {memory['capture_s']:.2f} s, fused in {memory['fused_capture_s']:.2f} s"
+        )
     if options.json:
         machine = {
             "machine": host_platform.processor() or host_platform.machine(),

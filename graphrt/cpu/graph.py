@@ -32,8 +32,10 @@ from graphrt.cpu.private_torch import (
     set_grad_enabled,
 )
 from graphrt.cpu.tape.aliases import unexpanded
+from graphrt.cpu.tape.fusing import Compiler, Fused
+from graphrt.cpu.tape.loops import values_before
 from graphrt.cpu.tape.lowering import Call, replay_guard
-from graphrt.cpu.tape.recorder import Step, Tape
+from graphrt.cpu.tape.recorder import Step, Tape, ValuesBefore
 from graphrt.cpu.tape.refusals import HostReads
 from graphrt.cpu.task import TaskHandle, reissue
 
@@ -44,6 +46,9 @@ _grad_enabled = torch.is_grad_enabled
 
 class TapeGraph:
     """Captures the operators that one thread runs, and replays them at the same addresses."""
+
+    compiler: Compiler | None = None
+    """Fuses elementwise operators as a capture ends."""
 
     def __init__(self) -> None:
         self._capture: _OpenCapture | None = None
@@ -83,7 +88,8 @@ class TapeGraph:
         self._arena = arena
         self._inference = torch.is_inference_mode_enabled()
         self._guard = replay_guard(inference=self._inference)
-        self._capture = _OpenCapture(arena, inference=self._inference)
+        before = None if self.compiler is None else values_before
+        self._capture = _OpenCapture(arena, inference=self._inference, values_before=before)
         _thread.graph = self
         self._capture.open()
 
@@ -101,7 +107,12 @@ class TapeGraph:
             for i in range(task.start, task.stop):
                 self._task_calls[i] = TaskCall(self._steps[i].lowered.call)
         self._restores, self._constants = capture.tape.constants.finish()
-        self._run = assemble(self._steps, self._task_calls, self._restores)
+        run = assemble(self._steps, self._task_calls, self._restores)
+        if self.compiler is not None and self._arena is not None:
+            with self._guard(), torch.autocast("cpu", enabled=False):
+                fused = self.compiler.fuse(self._steps, self._task_calls, self._arena)
+            run = assemble(self._steps, self._task_calls, self._restores, fused, otherwise=run)
+        self._run = run
 
     def capture_abort(self) -> None:
         """Drop an open or failed capture; never raises, and leaves no mode behind."""
@@ -199,8 +210,10 @@ class TapeGraph:
 class _OpenCapture:
     """The tape of an open capture, its guard of host reads and its hooks of compiled code."""
 
-    def __init__(self, arena: Arena, *, inference: bool) -> None:
-        self.tape = Tape(arena, inference=inference)
+    def __init__(
+        self, arena: Arena, *, inference: bool, values_before: ValuesBefore | None
+    ) -> None:
+        self.tape = Tape(arena, inference=inference, values_before=values_before)
         self.tasks: list[TaskHandle] = []
         self.task_start: int | None = None
         """The index of the open task's first step; None if no task is open."""
@@ -357,13 +370,26 @@ class _Names:
 
 
 def assemble(
-    steps: Sequence[Step], tasks: dict[int, TaskCall], before: Sequence[Call] = ()
+    steps: Sequence[Step],
+    tasks: dict[int, TaskCall],
+    before: Sequence[Call] = (),
+    fused: Fused | None = None,
+    otherwise: Callable[[], None] | None = None,
 ) -> Callable[[], None]:
     """A function that issues the calls `before`, then every step in order; `tasks` has the calls,
-    by index of the step, that an update may replace."""
+    by index of the step, that an update may replace. Where the loops of `fused` would look for
+    tensors at old addresses (`model.share_memory()`), it calls `otherwise`."""
     names = _Names()
-    lines = ["def run():", *(f"    {_spell(call, names)}" for call in before)]
+    lines = ["def run():"]
+    if fused is not None and fused.outside:
+        moved = ["{}() != {}".format(*names.of(*each)) for each in fused.outside]
+        lines.append(f"    if {' or '.join(moved)}: return {names.of(otherwise)[0]}()")
+    lines += [f"    {_spell(call, names)}" for call in before]
     for index, step in enumerate(steps):
+        if fused is not None and index in fused.calls:
+            chain = fused.calls[index]
+            lines += [] if chain is None else [f"    {_spell(chain, names)}"]
+            continue
         task = tasks.get(index)
         if task is not None:
             (name,) = names.of(task)

@@ -22,6 +22,7 @@ from graphrt.core.device.contract import (
 from graphrt.core.device.platform import Availability, Platform
 from graphrt.cpu.arena import Arena
 from graphrt.cpu.graph import TapeGraph
+from graphrt.cpu.tape.fusing import Compiler
 from graphrt.cpu.task import TaskHandle
 
 
@@ -43,10 +44,17 @@ class CpuPlatform(Platform):
     capture_executes = True
     raw_storages = True
 
-    def __init__(self, *, max_pool_bytes: int | None = None) -> None:
+    def __init__(self, *, max_pool_bytes: int | None = None, fuse: bool = False) -> None:
         """`max_pool_bytes` limits each pool: captured addresses never move, so a capture that does
-        not fit raises `ResourceExhaustedError`."""
+        not fit raises `ResourceExhaustedError`.
+
+        With `fuse` captures compile elementwise operators in a row (float32, float64) as one call,
+        by the C++ compiler `c++` or the one that the variable CXX names, where that gives eager
+        bits; only the bits inside of a NaN may differ. Dispatch modes and profilers see none of
+        them at replays. Without a compiler a `LoopsNotCompiledWarning` says so, and operators are
+        replayed one by one."""
         self._max_pool_bytes = max_pool_bytes
+        self._compiler = Compiler() if fuse else None
 
     def availability(self) -> Availability:
         return Availability(True)
@@ -74,7 +82,9 @@ class CpuPlatform(Platform):
         return memory
 
     def new_graph(self) -> TapeGraph:
-        return TapeGraph()
+        graph = TapeGraph()
+        graph.compiler = self._compiler
+        return graph
 
     def begin_capture(self, graph: TapeGraph, memory: Arena) -> None:
         graph.capture_begin(memory)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -50,6 +50,8 @@ _FACTORS = {"aten::_linalg_svd": (0, 2), "aten::_linalg_eigh": (1,), "aten::lina
 _MINIMUMS = frozenset({"aten::aminmax", "aten::min"})
 """`one_hot` computes the smallest of its numbers by one of these, and reads it on the host."""
 
+ValuesBefore = Callable[[Operator, tuple[Any, ...], dict[str, Any]], list[torch.Tensor]]
+
 
 @dataclass
 class Step:
@@ -65,10 +67,17 @@ class Step:
     source: Source | None
     tokens: tuple[int, ...] = ()
     """The arena block of each copy: `Tape.finish` drops the copy if nothing reads the block."""
+    values: list[torch.Tensor] = field(default_factory=list)
+    """What `tensors` held before, until the capture ends; only for operators that may be loops."""
 
     @property
     def label(self) -> str:
         return self.op.label
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The arguments that are tensors."""
+        return tree.tensors(self.args, self.kwargs)
 
 
 class Tape(ThreadMode):
@@ -82,8 +91,13 @@ class Tape(ThreadMode):
     supports_higher_order_operators = True
     takes_apart = False  # some rules refuse a composite operator: `one_hot` under inference mode
 
-    def __init__(self, arena: Arena, *, inference: bool) -> None:
+    def __init__(
+        self, arena: Arena, *, inference: bool, values_before: ValuesBefore | None = None
+    ) -> None:
+        """`values_before` copies an operator's arguments for `Step.values`."""
         super().__init__()  # type: ignore[no-untyped-call]
+        self._values_before = values_before
+        self._values: list[torch.Tensor] = []
         self.arena = arena
         self.steps: list[Step] = []
         """The operators so far that a replay issues, in order."""
@@ -130,6 +144,8 @@ class Tape(ThreadMode):
             return self.own_tensors.note(self.constants.take(args[0]))
         if op.metadata_only:
             return self._change_metadata(op, args, kwargs)
+        if self._values_before is not None:
+            self._values = self._values_before(op, args, kwargs)
         if op.mutates:
             return self._mutate(op, args, kwargs)
         result = self._compute(op, args, kwargs)
@@ -316,7 +332,8 @@ class Tape(ThreadMode):
         lowered: Lowered,
         tokens: tuple[int, ...] = (),
     ) -> None:
-        self.steps.append(Step(op, args, kwargs, lowered, user_source(), tokens))
+        step = Step(op, args, kwargs, lowered, user_source(), tokens, self._values)
+        self.steps.append(step)
 
     def _note_factors(self, op: Operator, outs: Sequence[torch.Tensor]) -> None:
         tokens = [self.arena.token_of(outs[i]) for i in _FACTORS[op.name] if outs[i].numel()]
