@@ -82,12 +82,12 @@ class GraphRunner(Runner[R]):
         self.graphs.check_open()
         self._in_turn(partial(measure, self._executor, sizes))
 
-    def _capture(self, progress: Progress | bool | None, *, anew: bool = False) -> None:
+    def _capture(self, progress: Progress | bool | None, first: Callable[[], None]) -> None:
         if progress is True:
             from graphrt._forecast import CaptureBar
 
             progress = CaptureBar(self.graphs)
-        super()._capture(progress, anew=anew)
+        super()._capture(progress, first)
 
 
 def _checks_for(setup: RunnerSetup) -> StepChecks:

@@ -63,6 +63,11 @@ class RunnerChecks(Checks):
         self.warmed_up.clear()
         self.reads.forget()
 
+    def forget_kind(self, kind: Hashable) -> None:
+        # Else its next warm-up would not be watched, and nobody would know what it reads.
+        self.warmed_up.pop(kind, None)
+        super().forget_kind(kind)
+
     def runs(self, setup: RunnerSetup) -> WatchedState:
         platform = setup.pool.platform
         limit = setup.options.state_limit(platform)

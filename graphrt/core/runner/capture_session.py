@@ -71,10 +71,9 @@ class CaptureProgress:
 
 
 def capture_all(executor: StepExecutor, progress: Progress | None) -> None:
-    """Capture every missing graph, those too that were dropped or have failed before; then seal."""
+    """Capture every missing graph that is not left out; then seal."""
     graphs = executor.graphs
-    graphs.left_out.clear()
-    keys = graphs.missing()
+    keys = graphs.missing(left=True)
     _agree_on(graphs, keys)
     RunnerCapture(graphs).run(keys, progress)
     if keys and progress is not None:
@@ -596,6 +595,8 @@ class RunnerCapture:
             if captures:
                 in_one = graph.wrapper is not None
                 graph.transaction.replays = partial(state.before_replay, in_one)
+                # Else the graph would keep what its session saved: old weights among it.
+                undo.later(partial(setattr, graph.transaction, "replays", None))
                 outputs = state.capture(
                     graph.mode, graph.descriptor, calls(), in_one=in_one, is_tried=is_tried
                 )
