@@ -77,9 +77,10 @@ class Weights:
         self._were.clear()
         count = self._destroy()
         logger.warning(
-            "graphrt: %s replaced %d tensors: %d FULL graphs and all pieces read the old ones and "
-            "are destroyed; steps run eagerly until `worker.model_runner.capture_model()` is called "
-            "on each rank, while no request is running\n  got: %s",
+            "graphrt: %s replaced %d tensors: %d FULL graphs of managers and those of all wrappers "
+            "may read the old ones and are destroyed; steps run eagerly until "
+            "`worker.model_runner.capture_model()` is called on each rank, while no request is "
+            "running\n  got: %s",
             name,
             len(moved),
             count,
