@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -39,6 +38,7 @@ from graphrt.core.replay.tasks import WORST_CASE
 from graphrt.core.runner import graph_table
 from graphrt.core.runner.executor import StepExecutor
 from graphrt.core.runner.host import Phase
+from graphrt.core.runner.pacing import CaptureProgress, next_key, progress_of
 from graphrt.core.runner.streams import StreamLedger, WorkCount
 
 Progress = Callable[[int, int, BatchDescriptor], None]
@@ -49,21 +49,6 @@ _MOST_FAILURES = 2
 
 _MANY = 1 << 30
 """More blocks than a capture leaves."""
-
-
-@dataclass(frozen=True)
-class CaptureProgress:
-    """The result of one `capture_next()`.
-
-    `captured` is what was captured in this call, `left` how many graphs further calls would try. It
-    is true while some are left.
-    """
-
-    captured: tuple[graph_table.GraphRecord, ...]
-    left: int
-
-    def __bool__(self) -> bool:
-        return self.left > 0
 
 
 # Each of these three is called in a turn of the pool, and makes a new `RunnerCapture`: steps
@@ -81,20 +66,21 @@ def capture_all(executor: StepExecutor, progress: Progress | None) -> None:
     _finish(executor)
 
 
-def capture_next(executor: StepExecutor) -> CaptureProgress:
-    """Capture one graph; seal after the last."""
+def capture_next(executor: StepExecutor, *, by_traffic: bool = False) -> CaptureProgress:
+    """Capture one graph, with `by_traffic` the one of `next_key`; seal after the last."""
     graphs = executor.graphs
-    before, keys = len(graphs.records), graphs.missing(left=True)[:1]
+    before, missing = len(graphs.records), graphs.missing(left=True)
+    keys = [next_key(graphs, missing)] if by_traffic and missing else missing[:1]
     _agree_on(graphs, keys)
     # A plan without graphs has no keys, and its compiled modules still have to compile, once.
     if keys or not (graphs.setup.plan.keys or graphs.sealing.closed):
         RunnerCapture(graphs).run(keys, more=bool(keys))
-    captured, left = tuple(graphs.records[before:]), graphs.missing(left=True)
+    progress = progress_of(graphs, graphs.records[before:])
     # At the last graph, or if nothing is sealed yet: a further call neither warns nor tries again.
-    if not left and (captured or not graphs.sealing.closed):
+    if not progress and (progress.captured or not graphs.sealing.closed):
         graphs.checks.captured(graphs.dispatcher.published)
         _finish(executor)
-    return CaptureProgress(captured, len(left))
+    return progress
 
 
 def capture_for_step(
