@@ -701,7 +701,7 @@ def test_captures_take_at_most_their_share_of_the_time_but_for_one(monkeypatch):
         now[0] += 0.05  # a step
     longest = max(seconds for _, seconds in spent)
     assert len(run.report().graphs) > 16 and 0.3 < longest < 0.4
-    for at in range(0, 30):
+    for at in range(30):
         within = sum(seconds for began, seconds in spent if at <= began < at + 10)
         assert within <= 1 + longest
     # Not after a pause either.
