@@ -19,7 +19,7 @@ from graphrt.core.plan.traffic import Traffic
 from graphrt.core.replay.entry import Entry, Part
 from graphrt.core.replay.pool import HoldsGraphs, OnCapture
 from graphrt.core.replay.tasks import HostValues, Updates
-from graphrt.core.runner.capture_session import Progress
+from graphrt.core.runner.capture_session import CaptureProgress, Progress
 from graphrt.core.runner.findings import (
     Change,
     Look,
@@ -31,7 +31,6 @@ from graphrt.core.runner.findings import (
 )
 from graphrt.core.runner.graph_table import DroppedGraph, GraphRecord
 from graphrt.core.runner.host import AroundCapture, Bind, MakeExample, Phase, Ranks, Run
-from graphrt.core.runner.pacing import CaptureProgress
 
 __all__ = [
     "Agreed",

@@ -24,6 +24,7 @@ from graphrt import (
     Host,
     InputSpec,
     Reason,
+    _pacing,
     current_context,
     eager_break,
     forward_context,
@@ -44,7 +45,6 @@ from graphrt.core.base.errors import (
 )
 from graphrt.core.replay import handout
 from graphrt.core.replay.recording import current_capture
-from graphrt.core.runner import pacing
 from graphrt.cpu import CpuPlatform
 from graphrt.types import CaptureProgress
 
@@ -145,7 +145,7 @@ def test_capture_after_capture_next_captures_the_remaining_graphs():
     run.capture(lambda done, total, descriptor: told.append((done, total)))
     assert told[-1] == (3, 3)
     assert sizes_of(run) == [8, 4, 2, 1]
-    assert run.capture_next() == CaptureProgress((), 0)
+    assert run.capture_next() == CaptureProgress((), 0, ready=True)
     assert run.graphs.sealing.closed
 
 
@@ -660,7 +660,8 @@ def test_beside_steps_the_largest_and_the_smallest_graph_come_first_then_it_is_r
     modes = [*dict.fromkeys(mode for mode, _ in run.plan.keys)]
     assert keys[:4] == [(mode, size) for size in (8, 1) for mode in modes]
     assert ready == [False] * 3 + [True] * 5
-    assert run.capture_next(share=1) == CaptureProgress((), 0) and run.graphs.sealing.closed
+    assert run.capture_next(share=1) == CaptureProgress((), 0, ready=True)
+    assert run.graphs.sealing.closed
 
 
 @pytest.mark.parametrize("traffic", [{3: 5, 2: 4}, {2: 5, 3: 4}])
@@ -685,7 +686,7 @@ def test_batches_that_ran_eagerly_before_count_as_missed():
 
 def test_captures_take_at_most_their_share_of_the_time_but_for_one(monkeypatch):
     now, longest = [0.0], 0.0
-    monkeypatch.setattr(pacing.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(_pacing.time, "perf_counter", lambda: now[0])
 
     def forward(x):
         if current_capture() is not None:
@@ -711,7 +712,7 @@ def test_captures_take_at_most_their_share_of_the_time_but_for_one(monkeypatch):
 
 def test_a_capture_that_fails_beside_steps_counts_as_time_and_is_left_out(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(pacing.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(_pacing.time, "perf_counter", lambda: now[0])
 
     def forward(x):
         now[0] += 1

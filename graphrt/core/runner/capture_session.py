@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -38,17 +39,36 @@ from graphrt.core.replay.tasks import WORST_CASE
 from graphrt.core.runner import graph_table
 from graphrt.core.runner.executor import StepExecutor
 from graphrt.core.runner.host import Phase
-from graphrt.core.runner.pacing import CaptureProgress, next_key, progress_of
 from graphrt.core.runner.streams import StreamLedger, WorkCount
 
 Progress = Callable[[int, int, BatchDescriptor], None]
 """Told how many graphs are done, of how many, and which one comes next (at the end: the last)."""
+
+Choose = Callable[[graph_table.GraphTable, Sequence[CaptureKey]], CaptureKey]
+"""Says which of the missing graphs is captured next."""
 
 _MOST_FAILURES = 2
 """After so many captures of a kind that had to be repeated, its further graphs are warmed up."""
 
 _MANY = 1 << 30
 """More blocks than a capture leaves."""
+
+
+@dataclass(frozen=True)
+class CaptureProgress:
+    """The result of one `capture_next()`.
+
+    `captured` is what was captured in this call, `left` how many graphs further calls would try. It
+    is true while some are left. `ready` says that the largest and the smallest graph of each mode
+    are there, or left out.
+    """
+
+    captured: tuple[graph_table.GraphRecord, ...]
+    left: int
+    ready: bool = False
+
+    def __bool__(self) -> bool:
+        return self.left > 0
 
 
 # Each of these three is called in a turn of the pool, and makes a new `RunnerCapture`: steps
@@ -66,21 +86,21 @@ def capture_all(executor: StepExecutor, progress: Progress | None) -> None:
     _finish(executor)
 
 
-def capture_next(executor: StepExecutor, *, by_traffic: bool = False) -> CaptureProgress:
-    """Capture one graph, with `by_traffic` the one of `next_key`; seal after the last."""
+def capture_next(executor: StepExecutor, choose: Choose | None = None) -> CaptureProgress:
+    """Capture one graph, the first that is missing or what `choose` says; seal after the last."""
     graphs = executor.graphs
     before, missing = len(graphs.records), graphs.missing(left=True)
-    keys = [next_key(graphs, missing)] if by_traffic and missing else missing[:1]
+    keys = [choose(graphs, missing)] if choose is not None and missing else missing[:1]
     _agree_on(graphs, keys)
     # A plan without graphs has no keys, and its compiled modules still have to compile, once.
     if keys or not (graphs.setup.plan.keys or graphs.sealing.closed):
         RunnerCapture(graphs).run(keys, more=bool(keys))
-    progress = progress_of(graphs, graphs.records[before:])
+    captured, left = tuple(graphs.records[before:]), graphs.missing(left=True)
     # At the last graph, or if nothing is sealed yet: a further call neither warns nor tries again.
-    if not progress and (progress.captured or not graphs.sealing.closed):
+    if not left and (captured or not graphs.sealing.closed):
         graphs.checks.captured(graphs.dispatcher.published)
         _finish(executor)
-    return progress
+    return CaptureProgress(captured, len(left))
 
 
 def capture_for_step(

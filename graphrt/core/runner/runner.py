@@ -27,10 +27,9 @@ if TYPE_CHECKING:
     from graphrt.core.batch.modes import GraphMode
     from graphrt.core.device.platform import Platform
     from graphrt.core.dispatch.dispatcher import GraphDispatcher
-    from graphrt.core.runner.capture_session import Progress
+    from graphrt.core.runner.capture_session import CaptureProgress, Choose, Progress
     from graphrt.core.runner.contract import StepChecks
     from graphrt.core.runner.findings import Look
-    from graphrt.core.runner.pacing import CaptureProgress
     from graphrt.core.runner.report import RunnerReport
     from graphrt.core.runner.setup import RunnerSetup
 
@@ -51,13 +50,11 @@ class Runner(Uncopied, Generic[R]):
         from graphrt.core.runner.engine import StepEngine
         from graphrt.core.runner.executor import StepExecutor
         from graphrt.core.runner.graph_table import GraphTable
-        from graphrt.core.runner.pacing import Pace
 
         self.options, self.plan = setup.options, setup.plan
         self.pool, self.inputs = setup.pool, setup.inputs
         # The table has the graphs, the executor runs a step, the engine decides how.
         self.graphs = GraphTable(setup, checks)
-        self._pace = Pace(self.graphs)
         self._executor = StepExecutor(self.graphs)
         self._engine = StepEngine(self._executor)
         # What `__call__` calls for a step. Observers wrap it (graphrt/observe/tap.py): a step that
@@ -201,32 +198,17 @@ class Runner(Uncopied, Generic[R]):
         """
         self._capture(progress, self.graphs.left_out.clear)
 
-    def capture_next(self, *, share: float | None = None) -> CaptureProgress:
-        """Capture one of the graphs that are missing, between two steps; seal after the last:
-        `while runner.capture_next(): ...`.
+    def capture_next(self) -> CaptureProgress:
+        """Capture the first of the graphs that are missing, between two steps; seal after the last.
+        See `graphrt.GraphRunner.capture_next`."""
+        return self._capture_next()
 
-        They come in the order of `capture()`, the largest first. Batches are served by what there
-        is, else eagerly. The first call compiles what is not compiled, the last one also tries
-        `Host(example=)`. With `Host(ranks=)` ranks compare what they capture.
-
-        With `share`, such as 0.1, captures beside steps take at most that share of wall time, but
-        that one is never cut short: a call that comes too early does nothing. The largest and the
-        smallest graph of each mode come first (then the result is `ready`), then what most batches
-        have missed. `share=1` never waits: `while not runner.capture_next(share=1).ready: ...`.
-
-        Raises `PoolBusyError` while a step is under way in the pool, ends one that waits for its
-        updates with `MissingUpdateError`, and raises
-        what `capture()` does: a graph that fails raises once, is left to a `capture()`, and the
-        next call goes on with the others.
-        """
+    def _capture_next(self, choose: Choose | None = None) -> CaptureProgress:
         from graphrt.core.runner.capture_session import capture_next
 
         self.graphs.check_open()
         refuse_inside_capture("capture_next()")
-        call = partial(capture_next, self._executor, by_traffic=share is not None)
-        if share is None:
-            return self._in_turn(call)
-        return self._pace.capture(share, partial(self._in_turn, call))
+        return self._in_turn(partial(capture_next, self._executor, choose))
 
     def seal(self) -> None:
         """Capture nothing any more, in no wrapper of this runner."""

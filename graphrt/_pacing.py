@@ -6,39 +6,17 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from graphrt.core.base.errors import InvalidOptionError
 from graphrt.core.base.option_values import number_of
 from graphrt.core.dispatch.reasons import Reason
 from graphrt.core.plan.sizes import CaptureKey
+from graphrt.core.runner.capture_session import CaptureProgress
 
 if TYPE_CHECKING:
-    from graphrt.core.runner.graph_table import GraphRecord, GraphTable
-
-
-@dataclass(frozen=True)
-class CaptureProgress:
-    """The result of one `capture_next()`.
-
-    `captured` is what was captured in this call, `left` how many graphs further calls would try. It
-    is true while some are left. `ready` says that the largest and the smallest graph of each mode
-    are there, or left out.
-    """
-
-    captured: tuple[GraphRecord, ...]
-    left: int
-    ready: bool = True
-
-    def __bool__(self) -> bool:
-        return self.left > 0
-
-
-def progress_of(graphs: GraphTable, captured: Sequence[GraphRecord] = ()) -> CaptureProgress:
-    """How far the captures of a runner are, after a call that has `captured` something."""
-    left = {*graphs.missing(left=True)}
-    return CaptureProgress((*captured,), len(left), left.isdisjoint(ends(graphs.setup.plan.keys)))
+    from graphrt.core.runner.graph_table import GraphTable
 
 
 class Pace:
@@ -60,7 +38,7 @@ class Pace:
         version, is_early = graphs.dispatcher.version, time.perf_counter() < self._next_s
         known = self._known
         if is_early and (known is None or known[0] is not version):
-            known = self._known = version, progress_of(graphs), False
+            known = self._known = version, progress_now(graphs), False
         if known is not None and known[0] is version and (is_early or (known[2] and not known[1])):
             return known[1]
         _check_share(graphs, share)
@@ -70,8 +48,15 @@ class Pace:
         finally:
             now_s = time.perf_counter()
             self._next_s = now_s + (now_s - began_s) * (1 / share - 1)
-        self._known = graphs.dispatcher.version, progress_of(graphs), True
-        return progress
+        now = progress_now(graphs)
+        self._known = graphs.dispatcher.version, now, True
+        return replace(now, captured=progress.captured)
+
+
+def progress_now(graphs: GraphTable) -> CaptureProgress:
+    """How far the captures of a runner are."""
+    left = graphs.missing(left=True)
+    return CaptureProgress((), len(left), {*left}.isdisjoint(ends(graphs.setup.plan.keys)))
 
 
 def _check_share(graphs: GraphTable, share: float) -> None:
