@@ -601,3 +601,43 @@ def test_after_an_interrupt_no_graph_reads_an_old_adapter(place, before):
         assert torch.equal(run(Batch(4, num_active_loras=loras), x=x), model.of(x, loras))
     run.recapture(only_outdated=True)
     are_right(run, model)
+
+
+@pytest.mark.trust
+def test_a_merge_of_peft_outdates_graphs_and_a_load_into_its_adapter_does_not():
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=64,
+    )
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(transformers.LlamaForCausalLM(config), lora).eval()
+
+    def forward(ids):
+        return model(input_ids=ids[None], use_cache=False).logits[0]
+
+    def load():
+        state = peft.get_peft_model_state_dict(model)
+        new = {name: torch.randn_like(tensor) for name, tensor in state.items()}
+        peft.set_peft_model_state_dict(model, new)
+
+    inputs = {"ids": InputSpec(torch.int64, ("tokens",))}
+    run = runner(forward, sizes=[4, 8], inputs=inputs, outputs=("tokens", 64))
+    counts = []
+    with torch.no_grad():
+        run.capture()
+        for change in (load, model.merge_adapter, model.unmerge_adapter, load):
+            change()
+            before = run.pool.captures
+            run.recapture(only_outdated=True)
+            counts.append(run.pool.captures - before)
+            for tokens in (8, 4, 3):
+                ids = torch.randint(0, 64, (tokens,))
+                torch.testing.assert_close(run(ids=ids), forward(ids))
+                assert run.last_dispatch is not None and run.last_dispatch.reason is Reason.HIT
+    assert counts == [0, 2, 2, 0]
