@@ -605,7 +605,8 @@ def test_after_an_interrupt_no_graph_reads_an_old_adapter(place, before):
 
 @pytest.mark.trust
 def test_a_merge_of_peft_outdates_graphs_and_a_load_into_its_adapter_does_not():
-    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         hidden_size=32,
