@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -13,13 +14,14 @@ if TYPE_CHECKING:
     import torch
     from typing_extensions import Unpack  # in typing from Python 3.11 on
 
+    from graphrt._pacing import Pace
     from graphrt.core.capture.options import GraphOptions
     from graphrt.core.device.platform import Platform
     from graphrt.core.inputs.outputs import OutputAxes
     from graphrt.core.inputs.spec import Inputs
     from graphrt.core.plan.plan import Plan, PlanArguments
     from graphrt.core.replay.pool import GraphPool
-    from graphrt.core.runner.capture_session import Progress
+    from graphrt.core.runner.capture_session import CaptureProgress, Progress
     from graphrt.core.runner.contract import StepChecks
     from graphrt.core.runner.host import Host
     from graphrt.core.runner.setup import RunnerSetup
@@ -33,6 +35,8 @@ class GraphRunner(Runner[R]):
     serves do, each with a reason. Equal means: bit for bit what `forward` gives on the same padded
     inputs.
     """
+
+    _pace: Pace | None = None
 
     def __init__(
         self,
@@ -70,6 +74,34 @@ class GraphRunner(Runner[R]):
         )
         super().__init__(setup, _checks_for(setup))
 
+    def capture_next(self, *, share: float | None = None) -> CaptureProgress:
+        """Capture one of the graphs that are missing, between two steps; seal after the last:
+        `while runner.capture_next(): ...`.
+
+        They come in the order of `capture()`, the largest first. Batches are served by what there
+        is, else eagerly. The first call compiles what is not compiled, the last one also tries
+        `Host(example=)`. With `Host(ranks=)` ranks compare what they capture.
+
+        With `share`, such as 0.1, captures take at most that share of wall time, beside one that is
+        never cut short: a call that comes too early does nothing. The largest and the smallest
+        graph of each mode come first (then the result is `ready`), then what most batches have
+        missed. `share=1` never waits: `while not runner.capture_next(share=1).ready: ...`. Ranks
+        cannot have one: `InvalidOptionError`.
+
+        Raises `PoolBusyError` while a step is under way in the pool, ends one that waits for its
+        updates with `MissingUpdateError`, and raises
+        what `capture()` does: a graph that fails raises once, is left to a `capture()`, and the
+        next call goes on with the others.
+        """
+        from graphrt._pacing import Pace, next_key, progress_now
+
+        self.graphs.check_open()
+        if share is not None:
+            self._pace = self._pace or Pace(self.graphs)
+            return self._pace.capture(share, partial(self._capture_next, next_key))
+        progress = super().capture_next()
+        return replace(progress, ready=progress_now(self.graphs).ready)
+
     def measure(self, sizes: Collection[int] | None = None) -> None:
         """Time a step of each graph of these sizes in tokens, by default of the smallest and the
         largest of each mode, against its forward run eagerly: `report()` has the seconds.
@@ -82,12 +114,12 @@ class GraphRunner(Runner[R]):
         self.graphs.check_open()
         self._in_turn(partial(measure, self._executor, sizes))
 
-    def _capture(self, progress: Progress | bool | None, *, anew: bool = False) -> None:
+    def _capture(self, progress: Progress | bool | None, first: Callable[[], None]) -> None:
         if progress is True:
             from graphrt._forecast import CaptureBar
 
             progress = CaptureBar(self.graphs)
-        super()._capture(progress, anew=anew)
+        super()._capture(progress, first)
 
 
 def _checks_for(setup: RunnerSetup) -> StepChecks:

@@ -369,6 +369,8 @@ class Checks(StepChecks):
         self.decided = None
         # path at which changes of the host make no difference -> the place of its plain value.
         self.harmless: dict[str, Place | None] = {}
+        # The paths at which the host has changed something else than one tensor for another.
+        self._of_others: set[str] = set()
         self.padding.clear()
         self.glances.reset()
 
@@ -417,8 +419,42 @@ class Checks(StepChecks):
 
     def dropped(self, slot: int) -> None:
         """Forget a graph that was destroyed, where others remain."""
-        if self._graphs.pop(slot, None) is not None:
-            self._note_pending()
+        graph = self._graphs.pop(slot, None)
+        if graph is None:
+            return
+        kind = graph.record.descriptor.kind
+        if kind not in {each.record.descriptor.kind for each in self._graphs.values()}:
+            self.forget_kind(kind)
+        self._note_pending()
+
+    def forget_kind(self, kind: Hashable) -> None:
+        """Let go of what only graphs of this kind have read: they are all destroyed."""
+        self.reads.forget_kind(kind)
+
+    def outdated(self, graphs: Any) -> Collection[int]:
+        if not self.on:
+            return super().outdated(graphs)
+        slots = [*self._graphs]
+        kinds = self.reads.stale_kinds()
+        if kinds is None or self.changed_settings():
+            return slots
+        stale = [slot for slot in slots if self._graphs[slot].record.descriptor.kind in kinds]
+        if stale:
+            return stale
+        try:
+            self.check_weights(graphs)
+        except (errors.StaleInputError, errors.UntrackedWeightsError):
+            return slots
+        records = sorted(self.records.items(), key=lambda each: each[1].descriptor.num_tokens)
+        largest = {(record.mode, record.descriptor.kind): slot for slot, record in records}
+        for slot in largest.values():
+            self._graphs[slot].to_try = True
+        self._note_pending()
+        return [
+            slot
+            for slot, graph in self._graphs.items()
+            if graph.record.failure is not None or not self._of_others.isdisjoint(graph.changed)
+        ]
 
     def to_try(self) -> list[Dispatch]:
         """The graphs that are tried whatever the step, the largest first."""
@@ -516,6 +552,7 @@ class Checks(StepChecks):
         scratch = {each.place.path for each in moved if reads.is_scratch(each.key)}
         for graph in served if scratch else ():
             graph.replaced |= keys_at(places, scratch)
+        self._of_others |= changes.of_others
         for path, (was, now) in changes.changes.items():
             if path in self.harmless:
                 # A new object at a harmless path: the watch ignores only the old one.

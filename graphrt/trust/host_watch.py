@@ -41,6 +41,7 @@ from graphrt.trust.places.walk import Places
 
 _IN_DICTS = (ITEM, slots.DEFAULT, slots.ODD_ITEM, slots.CLASS_ATTRIBUTE, KEYS)
 """The ways of places in a dict or a class, of whose changes CPython can tell."""
+_TENSORS = {torch.Tensor, torch.nn.Parameter}
 _STRUCTURAL = (LENGTH, KEYS, slots.PART, slots.IDS, slots.BYTES)
 """Ways of places whose values are numbers that stand for objects."""
 
@@ -61,6 +62,8 @@ class HostChanges:
     changes: Changes = field(default_factory=Changes)
     is_structural: bool = False
     """Whether other objects are there, so that a new walk is needed."""
+    of_others: set[str] = field(default_factory=set)
+    """The paths at which something else has changed than one tensor for another."""
     places: dict[str, list[tuple[Any, Any]]] = field(default_factory=dict)
     """path -> the (holder, key) of each place that has changed there, for `ignore`"""
 
@@ -194,6 +197,8 @@ class HostWatch:
                     is_scalar(was) and is_scalar(now)
                 )
                 changes.changes[place.path] = told(was), told(now)
+                tensors = place.way is slots.PART or {type(was), type(now)} <= _TENSORS
+                changes.of_others |= set() if tensors else {place.path}
                 changes.places.setdefault(place.path, []).append((place.holder, place.key))
                 # What the host changes too, as a cache that it empties, is not the forward's own.
                 self._moved.pop(_where(place.holder, place.key), None)

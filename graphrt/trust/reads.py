@@ -15,7 +15,7 @@ that torch shows no operators of, unless a node of a graph points to memory that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from itertools import chain, repeat
 from threading import get_ident
 from typing import Any, TypeVar
@@ -89,8 +89,9 @@ class ReadSet:
 
     # What is read --------------------------------------------------------------------------------
 
-    def note(self, watch: Watch) -> None:
-        """Keep the memory that a run used and somebody else still holds; the rest was temporary."""
+    def note(self, watch: Watch, kind: Hashable = None) -> None:
+        """Keep the memory that a run for graphs of a `kind` used and somebody else still holds; the
+        rest was temporary. With None graphs of any kind may use it."""
         self.saw_compiled_code |= watch.saw_compiled_code
         self.takes_inputs |= watch.takes_inputs
         self.drawn |= watch.drawn
@@ -100,6 +101,8 @@ class ReadSet:
             if is_spare(key):
                 continue
             _, use_before = self._held.get(key, (None, None))
+            if kind is not None and (use_before is None or use_before.kinds):
+                (use_before or use).kinds.add(kind)
             if use_before is not None:
                 use_before.is_written |= use.is_written
                 use_before.is_unsure |= not use.is_scratch
@@ -146,6 +149,15 @@ class ReadSet:
         self._settled = places, get_ident()
         return places
 
+    def forget_kind(self, kind: Hashable) -> None:
+        """Let go of what only graphs of a kind have read: they are destroyed."""
+        for key, (_, use) in [*self._held.items()]:
+            if use is not None and kind in use.kinds:
+                use.kinds.discard(kind)
+                if not use.kinds:
+                    del self._held[key]
+                    self._read = [each for each in self._read if each.key != key]
+
     def forget(self) -> None:
         """Let go of everything: the graphs are destroyed."""
         self.host.stop()
@@ -182,6 +194,17 @@ class ReadSet:
         for place, held in (*places.tensors, *places.packed):
             now.setdefault(place.path, []).append(_memory_of(held))
         return [each for each in self._read if each.was not in now.get(each.place.path, ())]
+
+    def stale_kinds(self) -> set[Hashable] | None:
+        """The kinds of graphs that read what has moved; None if it may be any."""
+        kinds = set[Hashable]()
+        for each in self.moved(self.walk()):
+            if not self.may_stay(each.key):
+                _, use = self._held.get(each.key or 0, (None, None))
+                if use is None or not use.kinds or self.saw_compiled_code:
+                    return None
+                kinds |= use.kinds
+        return kinds
 
     def stale_paths(self, places: Places) -> list[str]:
         """The paths of what has moved, and with which graphs may not go on."""

@@ -65,6 +65,11 @@ class RunnerChecks(Checks):
         self.warmed_up.clear()
         self.reads.forget()
 
+    def forget_kind(self, kind: Hashable) -> None:
+        # Else its next warm-up would not be watched, and nobody would know what it reads.
+        self.warmed_up.pop(kind, None)
+        super().forget_kind(kind)
+
     def runs(self, setup: RunnerSetup) -> WatchedState:
         platform, declared = setup.pool.platform, setup.inputs.declared
         limit = setup.options.state_limit(platform)

@@ -203,7 +203,7 @@ class WatchedState(RunWatch):
             # anything before.
             memory.restore(left)
             again, result = run()
-            reads.note(again)
+            reads.note(again, kind)
             padding = _filled_once(made, watch, again, run, reads)
             if padding is not None:
                 self.state.python.restore()
@@ -217,7 +217,7 @@ class WatchedState(RunWatch):
             self._steady |= again.written().keys()
         else:
             self._steady |= watch.written().keys()
-        reads.note(watch)
+        reads.note(watch, kind)
         none = WarmedUp(0, watch.trace, writes=False, captured={})
         largest = self.warmed_up.get(kind, none)
         # A later session may watch a smaller size than an earlier one.

@@ -247,6 +247,22 @@ def test_weights_changed_raises_for_a_replacement_with_checks_off(change, tmp_pa
         runner.weights_changed()
 
 
+def test_new_weights_of_a_compiled_module_outdate_its_graph_unless_written_in_place(tmp_path):
+    def write(model: Model) -> None:
+        with torch.no_grad():
+            next(model.parameters()).mul_(2)
+
+    model, runner = captured(write, "FULL", "eager", "capture", str(tmp_path))
+    with runner:
+        for count in (1, 2):
+            runner.recapture(only_outdated=True)
+            assert runner.pool.captures == count
+            for rows in SIZES:
+                assert step(model, runner, rows)
+                assert runner.last_dispatch.reason is Reason.HIT
+            other_weight(model)
+
+
 @pytest.mark.parametrize("change", rest_long(FOLLOWED, *set(ONE_OF_EACH) & {*FOLLOWED}))
 def test_a_recapture_serves_replaced_weights_from_graphs(change, tmp_path):
     model, runner = captured(change, "FULL", "eager", "capture", str(tmp_path))
@@ -260,11 +276,14 @@ def test_a_recapture_serves_replaced_weights_from_graphs(change, tmp_path):
             assert runner.last_dispatch.reason is Reason.HIT
 
 
+@pytest.mark.parametrize("only_outdated", [False, True])
 @pytest.mark.parametrize("change", OTHERS)
-def test_a_recapture_that_would_need_another_trace_raises_retrace_error(change, tmp_path):
+def test_a_recapture_that_would_need_another_trace_raises_retrace_error(
+    change, only_outdated, tmp_path
+):
     _, runner = captured(change, "FULL", "eager", "capture", str(tmp_path))
     with runner, pytest.raises(RetraceError, match="compile a new instance"):
-        runner.recapture()
+        runner.recapture(only_outdated=only_outdated)
 
 
 @pytest.mark.parametrize("change", [*FOLLOWED, *OTHERS, *UNSEEN])

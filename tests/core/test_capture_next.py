@@ -24,6 +24,7 @@ from graphrt import (
     Host,
     InputSpec,
     Reason,
+    _pacing,
     current_context,
     eager_break,
     forward_context,
@@ -34,6 +35,7 @@ from graphrt.core.base.errors import (
     CaptureSealedError,
     GraphRTError,
     GraphsDroppedWarning,
+    InvalidOptionError,
     NestedCaptureError,
     PoolBusyError,
     PoolClosedError,
@@ -42,6 +44,7 @@ from graphrt.core.base.errors import (
     VerificationError,
 )
 from graphrt.core.replay import handout
+from graphrt.core.replay.recording import current_capture
 from graphrt.cpu import CpuPlatform
 from graphrt.types import CaptureProgress
 
@@ -142,7 +145,7 @@ def test_capture_after_capture_next_captures_the_remaining_graphs():
     run.capture(lambda done, total, descriptor: told.append((done, total)))
     assert told[-1] == (3, 3)
     assert sizes_of(run) == [8, 4, 2, 1]
-    assert run.capture_next() == CaptureProgress((), 0)
+    assert run.capture_next() == CaptureProgress((), 0, ready=True)
     assert run.graphs.sealing.closed
 
 
@@ -636,3 +639,164 @@ def test_after_clear_graphs_capture_next_continues_and_recapture_restores_all_gr
     assert sorted(sizes_of(run)) == SIZES
     assert torch.equal(run(x=rows(3)), rows(3, 2.0))
     assert run.last_dispatch.slot >= 0
+
+
+# Beside steps, at a share of the time -----------------------------------------------------------
+
+
+def captured_beside(run: GraphRunner) -> list[int]:
+    return [graph.descriptor.num_tokens for graph in run.capture_next(share=1).captured]
+
+
+def test_beside_steps_the_largest_and_the_smallest_graph_come_first_then_it_is_ready():
+    run = several(mode="FULL_AND_PIECEWISE")
+    keys, ready = [], []
+    while True:
+        progress = run.capture_next(share=1)
+        keys += [(graph.mode, graph.descriptor.num_tokens) for graph in progress.captured]
+        ready.append(progress.ready)
+        if not progress:
+            break
+    modes = [*dict.fromkeys(mode for mode, _ in run.plan.keys)]
+    assert keys[:4] == [(mode, size) for size in (8, 1) for mode in modes]
+    assert ready == [False] * 3 + [True] * 5
+    assert run.capture_next(share=1) == CaptureProgress((), 0, ready=True)
+    assert run.graphs.sealing.closed
+
+
+@pytest.mark.parametrize("traffic", [{3: 5, 2: 4}, {2: 5, 3: 4}])
+def test_beside_steps_what_most_batches_have_missed_is_captured_first(traffic):
+    run = several()
+    while not run.capture_next(share=1).ready:
+        pass
+    for tokens, count in traffic.items():
+        for _ in range(count):
+            assert torch.equal(run(x=rows(tokens)), rows(tokens, 2.0))
+            assert run.last_dispatch.reason is Reason.HIT
+    first = [4, 2] if traffic[3] > traffic[2] else [2, 4]
+    assert [captured_beside(run) for _ in first] == [[size] for size in first]
+
+
+def test_batches_that_ran_eagerly_before_count_as_missed():
+    run = several()
+    for _ in range(3):
+        run(x=rows(2))
+    assert [captured_beside(run) for _ in SIZES] == [[8], [1], [2], [4]]
+
+
+def test_captures_take_at_most_their_share_of_the_time_but_for_one(monkeypatch):
+    now, longest = [0.0], 0.0
+    monkeypatch.setattr(_pacing.time, "perf_counter", lambda: now[0])
+
+    def forward(x):
+        if current_capture() is not None:
+            now[0] += x.shape[0] / 100
+        return x + 1
+
+    run, spent = several(forward, sizes=[*range(1, 33)]), []
+    while now[0] < 40:
+        began = now[0]
+        progress = run.capture_next(share=0.1)
+        spent.append((began, now[0] - began))
+        assert len(progress.captured) <= 1
+        now[0] += 0.05  # a step
+    longest = max(seconds for _, seconds in spent)
+    assert len(run.report().graphs) > 16 and 0.3 < longest < 0.4
+    for at in range(30):
+        within = sum(seconds for began, seconds in spent if at <= began < at + 10)
+        assert within <= 1 + longest
+    # Not after a pause either.
+    now[0] += 1000
+    assert [len(run.capture_next(share=0.1).captured) for _ in range(3)] == [1, 0, 0]
+
+
+def test_a_capture_that_fails_beside_steps_counts_as_time_and_is_left_out(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(_pacing.time, "perf_counter", lambda: now[0])
+
+    def forward(x):
+        now[0] += 1
+        if x.shape[0] == 8:
+            raise ZeroDivisionError
+        return x + 1
+
+    run = several(forward)
+    with pytest.raises(ZeroDivisionError):
+        run.capture_next(share=0.5)
+    assert run.capture_next(share=0.5) == CaptureProgress((), 3, ready=False)
+    now[0] += 5
+    assert [each.descriptor.num_tokens for each in run.capture_next(share=0.5).captured] == [1]
+
+
+def test_graphs_that_were_released_are_captured_beside_steps_again():
+    run = several()
+    while run.capture_next(share=1):
+        pass
+    run.release()
+    assert captured_beside(run) == [8]
+    run.pool.clear_graphs()
+    assert captured_beside(run) == [8]
+
+
+@pytest.mark.parametrize("share", [0, -1, 1.5, "0.1", True])
+def test_a_share_that_is_none_is_refused(share):
+    with pytest.raises(InvalidOptionError, match="share"):
+        several().capture_next(share=share)
+
+
+def test_live_state_is_unchanged_by_each_of_a_hundred_captures_between_steps():
+    torch.manual_seed(0)
+
+    class Model(torch.nn.Module):
+        """A KV cache with a spare row, a recurrent state, a count, and noise."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.cache, self.state = torch.zeros(65, 4), torch.zeros(4)
+            self.weight, self.count = torch.randn(4, 4), torch.zeros(1)
+            self.steps, self.seen = 0, []
+
+        def forward(self, x, slot):
+            self.steps += 1
+            self.count += 1
+            self.state.mul_(0.5).add_(x[:1].sum(0))
+            hidden = x @ self.weight + torch.rand_like(x) * 0
+            self.cache.index_copy_(0, slot, hidden)
+            return hidden + self.cache[slot] + self.state * self.count
+
+    def checksums() -> list[Any]:
+        tensors = (model.cache, model.state, model.count, torch.get_rng_state())
+        return [*(hash(each.numpy().tobytes()) for each in tensors), model.steps]
+
+    model, twin = Model(), Model()
+    twin.load_state_dict(model.state_dict())
+    twin.weight = model.weight
+    inputs = {
+        "x": InputSpec(torch.float32, ("tokens", 4)),
+        "slot": InputSpec(torch.int64, ("tokens",), pad=64, index=True),
+    }
+    run = GraphRunner(
+        model,
+        inputs=inputs,
+        outputs=("tokens", 4),
+        mode="FULL_AND_PIECEWISE",
+        sizes=[*range(1, 51)],
+        platform="cpu",
+        host=Host(mixes_rows=True),
+    )
+    captures = 0
+    while True:
+        before = checksums()
+        progress = run.capture_next(share=1)
+        assert checksums() == before
+        captures += len(progress.captured)
+        if not progress:
+            break
+        tokens = int(torch.randint(1, 51, ()))
+        step = {"x": torch.randn(tokens, 4), "slot": torch.randperm(64)[:tokens]}
+        kept = torch.get_rng_state()
+        expected = twin(**step)
+        torch.set_rng_state(kept)
+        assert torch.equal(run(**step), expected)
+        assert torch.equal(model.cache[:64], twin.cache[:64])
+    assert captures == 100

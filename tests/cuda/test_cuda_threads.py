@@ -83,6 +83,27 @@ def test_a_call_of_another_thread_beside_a_capture_leaves_the_capture_and_its_ne
             assert runner.last_dispatch.reason is Reason.HIT
 
 
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_a_call_of_another_thread_costs_at_most_one_capture_beside_steps(
+    call: Callable[[], Any],
+) -> None:
+    runner, raised = beside(call, 2)
+    x = torch.rand(2, 8)
+    with runner:
+        captured = 0
+        for _ in range(2):
+            try:
+                captured += len(runner.capture_next(share=1).captured)
+            except errors.GraphRTError:
+                assert raised.qsize() == 2
+            for _ in range(3):
+                assert torch.equal(runner(x=x).cpu(), x * 2 + 1)
+        assert captured >= 1
+        runner.capture()
+        assert len(runner.report().graphs) == 2
+        assert torch.equal(runner(x=x).cpu(), x * 2 + 1)
+
+
 def test_a_thread_that_ends_every_capture_is_named_with_the_lock_to_take() -> None:
     runner, raised = beside(torch.cuda.synchronize, 2)
     with runner:

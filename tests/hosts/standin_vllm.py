@@ -98,12 +98,13 @@ def modules(version: str) -> Modules:
         CUDAGraphWrapper=wrapper,
         BreakableCUDAGraphWrapper=breakable,
         graph_capture=graph_capture,
-        GPUModelRunner=type("GPUModelRunner", (), {"profile_cudagraph_memory": lambda self: 0}),
+        GPUModelRunner=_runner(),
     )
     made.add(
         "vllm.v1.worker.gpu.model_runner",
-        GPUModelRunner=type("GPUModelRunner", (), {"profile_cudagraph_memory": lambda self: 0}),
+        GPUModelRunner=_runner(),
     )
+    made.add("vllm.v1.worker.gpu_worker", Worker=_worker())
     made.add("vllm.config", CUDAGraphMode=CUDAGraphMode)
     made.add("vllm.v1.executor.multiproc_executor", WorkerProc=WorkerProc)
     return made
@@ -130,6 +131,32 @@ class WorkerProc:
         thread = threading.Thread(target=monitor, daemon=True)
         thread.start()
         return thread
+
+
+def _runner() -> type:
+    class GPUModelRunner:
+        def profile_cudagraph_memory(self):
+            return 0
+
+        def capture_model(self):
+            return 0
+
+        def reload_weights(self, weights_iterator, is_checkpoint_format=True):
+            for name, weight in weights_iterator:
+                self.get_model().get_parameter(name).copy_(weight)
+
+        def get_model(self):
+            return self.model
+
+    return GPUModelRunner
+
+
+def _worker() -> type:
+    class Worker:
+        def finish_weight_update(self):
+            self.finish()
+
+    return Worker
 
 
 def _forward_context(made: Modules) -> ModuleType:
@@ -259,6 +286,7 @@ def _manager(
             self.vllm_config, self.device = vllm_config, device
             self.pool = made["vllm.platforms"].current_platform.get_global_graph_pool()
             self.graphs: dict[Any, Any] = {}
+            self._graphs_captured = False
             sizes = sorted(vllm_config.compilation_config.cudagraph_capture_sizes, reverse=True)
             modes = [CUDAGraphMode.FULL]
             if cudagraph_mode is CUDAGraphMode.FULL_AND_PIECEWISE:
@@ -284,9 +312,12 @@ def _manager(
                         forward(CUDAGraphMode.NONE)
                     self.graphs[desc] = graph
                     counter.num_cudagraph_captured += 1
+            self._graphs_captured = True
             return attn_states if pairs else None
 
         def dispatch(self, num_reqs, num_tokens, uniform_token_count, num_active_loras):
+            if not self._graphs_captured:
+                return ExecutionDescriptor(CUDAGraphMode.NONE, num_tokens, num_reqs)
             return min(
                 (desc for desc in self.graphs if desc.num_tokens >= num_tokens),
                 key=lambda desc: desc.num_tokens,

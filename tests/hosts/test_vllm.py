@@ -55,6 +55,7 @@ def vllm(request, monkeypatch):
     uninstall()
     engine.Own._all_instances.clear()
     _state.state.pools.clear()
+    _state.state.weights = type(_state.state.weights)()
     _state.state.eager.counts.clear()
     _state.state.eager.reasons.clear()
     engine.platform.__class__._global_graph_pool = None
@@ -368,6 +369,150 @@ def test_memory_profiling_of_both_model_runners_closes_unused_pools(vllm, monkey
     for runner in runners:
         runner.profile_cudagraph_memory(None)
     assert called == ["own", "closed"] * 2
+    uninstall()
+
+
+# New weights --------------------------------------------------------------------------------------
+
+
+class Weighted(torch.nn.Module):
+    """A model of vLLM's; its backend of attention has computed something of its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.eye(4), requires_grad=False)
+        self.absorbed = torch.ones(4)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.of(x)
+
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight * self.absorbed
+
+
+def update_in_place(model: Weighted) -> None:
+    model.weight.copy_(torch.randn(4, 4))
+    model.absorbed.copy_(torch.randn(4))
+
+
+def replace_weight(model: Weighted) -> None:
+    model.weight = torch.nn.Parameter(torch.randn(4, 4), requires_grad=False)
+
+
+def replace_data(model: Weighted) -> None:
+    model.weight.data = torch.randn(4, 4)
+
+
+def absorb_anew(model: Weighted) -> None:
+    model.absorbed = torch.randn(4)
+
+
+LOADS = {update_in_place: 0, replace_weight: 1, replace_data: 1, absorb_anew: 1}
+"""A load, and how many tensors it moves."""
+
+
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize("loaded", ["target", "draft"])
+@pytest.mark.parametrize("version", ["v1", "v2_runner"])
+def test_reloaded_weights_outdate_graphs_unless_written_in_place(
+    vllm, monkeypatch, told, version, loaded, load
+):
+    uninstall()
+    runner_type = getattr(vllm, version).GPUModelRunner
+    target, draft = Weighted(), Weighted()
+    config, buffer = host.config([2, 4], "FULL"), torch.zeros(4, 4)
+    keys = [vllm.Key(4), vllm.Key(2)]
+
+    def capture_model(runner):
+        capture_all(vllm, config, runner.wrapper, buffer, vllm.mode.FULL, keys)
+        if runner.decoder.manager.needs:
+            runner.decoder.manager.capture(runner.decoder.create)
+        return 0
+
+    def reload_weights(runner):
+        load(target if loaded == "target" else draft)
+
+    monkeypatch.setattr(runner_type, "capture_model", capture_model)
+    monkeypatch.setattr(runner_type, "reload_weights", reload_weights)
+    monkeypatch.setattr(runner_type, "get_model", lambda runner: target)
+    install()
+    runner = object.__new__(runner_type)
+    runner.wrapper = vllm.v1.CUDAGraphWrapper(target, config, runtime_mode=vllm.mode.FULL)
+    runner.decoder = Decoder(vllm, [1, 2, 4], "FULL_DECODE_ONLY", draft)
+    runner.drafter = runner.speculator = SimpleNamespace(model=draft)
+    manager = runner.decoder.manager
+    manager.needs = True
+    runner.capture_model()
+
+    def steps(*, by_graphs: bool) -> None:
+        calls = target.calls
+        for key in keys * 2:
+            buffer.normal_()
+            runner.decoder.x.normal_()
+            with step(vllm, config, vllm.mode.FULL, key):
+                output = runner.wrapper(buffer[: key.num_tokens])
+            assert torch.equal(output, target.of(buffer[: key.num_tokens]))
+            found = manager.dispatch(key.num_tokens, key.num_tokens, 1, 0)
+            assert (found.cg_mode is vllm.mode.FULL) is by_graphs
+            if by_graphs:
+                manager.run_fullgraph(found)
+                expected = draft.of(runner.decoder.x[: key.num_tokens])
+                assert torch.equal(runner.decoder.out[: key.num_tokens], expected)
+        assert target.calls - calls == (0 if by_graphs else 4)
+
+    steps(by_graphs=True)
+    runner.reload_weights()
+    moved = LOADS[load]
+    assert graphrt.hosts.vllm.weights_changed() == 0
+    steps(by_graphs=not moved)
+    assert (len(manager.graphs), len(runner.wrapper.entries)) == ((0, 0) if moved else (3, 2))
+    line = next(
+        each.getMessage() for each in told.records if "reload_weights" in each.msg % each.args
+    )
+    assert ("replaced 1 tensors" in line and "capture_model()" in line) is bool(moved)
+    assert ("Weighted.weight" in line or "Weighted.absorbed" in line) is bool(moved)
+    manager.needs = bool(moved)
+    runner.capture_model()
+    steps(by_graphs=True)
+    uninstall()
+
+
+def test_a_host_that_writes_weights_itself_asks_whether_they_have_moved(vllm):
+    model = Weighted()
+    weights = _state.state.weights
+    weights.captured(lambda runner: 0)(SimpleNamespace(get_model=lambda: model))
+    update_in_place(model)
+    assert graphrt.hosts.vllm.weights_changed() == 0
+    replace_weight(model)
+    absorb_anew(model)
+    assert graphrt.hosts.vllm.weights_changed() == 2
+
+
+def test_encoder_graphs_are_destroyed_with_those_of_the_model_that_has_new_weights(vllm):
+    model = Weighted()
+    manager = encoder_manager(vllm, [2, 4])
+    _state.state.weights.captured(lambda runner: 0)(SimpleNamespace(get_model=lambda: model))
+    assert len(manager._get_graph_set("default")) == 2
+    replace_weight(model)
+    graphrt.hosts.vllm.weights_changed()
+    assert not manager._get_graph_set("default")
+
+
+@pytest.mark.parametrize("version", ["v1", "v2_runner"])
+def test_weights_are_compared_after_each_way_that_vllm_loads_them(vllm, monkeypatch, version):
+    uninstall()
+    worker = sys.modules["vllm.v1.worker.gpu_worker"].Worker
+    runner = getattr(vllm, version).GPUModelRunner
+    called: list[str] = []
+    monkeypatch.setattr(runner, "reload_weights", lambda self: called.append("load"))
+    monkeypatch.setattr(worker, "finish_weight_update", lambda self: called.append("transfer"))
+    install()
+    monkeypatch.setattr(_state.state.weights, "changed", called.append)
+    runner.reload_weights(None)
+    worker.finish_weight_update(None)
+    assert called[::2] == ["load", "transfer"] and len(called) == 4
     uninstall()
 
 

@@ -136,6 +136,25 @@ def test_a_ranked_runner_recaptures_released_graphs_by_capture_next(agreement: A
     assert len(runner.report().graphs) == 3
 
 
+def test_a_ranked_runner_captures_what_new_weights_outdate(agreement: Agreement) -> None:
+    model = torch.nn.Linear(WIDTH, WIDTH, bias=False)
+    runner = runner_of(agreement, lambda x: model(x))
+    runner.capture()
+    counts = [runner.pool.captures]
+    for load in (model.weight.data.mul_, lambda factor: model.double().float()):
+        load(2.0)
+        runner.recapture(only_outdated=True)
+        counts.append(runner.pool.captures)
+        x = torch.ones(2, WIDTH)
+        assert torch.equal(runner(Batch(2), x=x), model(x))
+    assert counts == [3, 3, 6]
+
+
+def test_ranks_do_not_choose_what_to_capture_by_their_own_clocks(agreement: Agreement) -> None:
+    with pytest.raises(InvalidOptionError, match="let one rank decide"):
+        runner_of(agreement).capture_next(share=0.1)
+
+
 def test_a_changed_host_value_is_tried_at_the_next_vote(agreement: Agreement) -> None:
     model = SimpleNamespace(level=0)
 

@@ -568,8 +568,19 @@ class Program:
         return True
 
     def _ask(self) -> None:
-        with contextlib.suppress(StaleInputError):
-            self.runner.weights_changed()
+        if self.numbers.randrange(2):
+            with contextlib.suppress(StaleInputError):
+                self.runner.weights_changed()
+            return
+        captures = self.runner.pool.captures
+        try:
+            self.runner.recapture(only_outdated=True)
+        except Exception as error:
+            # As in `_capture`: without a graph, steps are eager ones.
+            self.driver.counts[f"not captured again: {type(error).__name__}"] += 1
+        else:
+            again = self.runner.pool.captures > captures
+            self.driver.counts["outdated" if again else "not outdated"] += 1
 
     def _await(self, x: torch.Tensor) -> None:
         """As many steps as the report says that a change is found late."""

@@ -44,6 +44,9 @@ from graphrt.core.runner.streams import StreamLedger, WorkCount
 Progress = Callable[[int, int, BatchDescriptor], None]
 """Told how many graphs are done, of how many, and which one comes next (at the end: the last)."""
 
+Choose = Callable[[graph_table.GraphTable, Sequence[CaptureKey]], CaptureKey]
+"""Says which of the missing graphs is captured next."""
+
 _MOST_FAILURES = 2
 """After so many captures of a kind that had to be repeated, its further graphs are warmed up."""
 
@@ -56,11 +59,13 @@ class CaptureProgress:
     """The result of one `capture_next()`.
 
     `captured` is what was captured in this call, `left` how many graphs further calls would try. It
-    is true while some are left.
+    is true while some are left. `ready` says that the largest and the smallest graph of each mode
+    are there, or left out.
     """
 
     captured: tuple[graph_table.GraphRecord, ...]
     left: int
+    ready: bool = False
 
     def __bool__(self) -> bool:
         return self.left > 0
@@ -71,10 +76,9 @@ class CaptureProgress:
 
 
 def capture_all(executor: StepExecutor, progress: Progress | None) -> None:
-    """Capture every missing graph, those too that were dropped or have failed before; then seal."""
+    """Capture every missing graph that is not left out; then seal."""
     graphs = executor.graphs
-    graphs.left_out.clear()
-    keys = graphs.missing()
+    keys = graphs.missing(left=True)
     _agree_on(graphs, keys)
     RunnerCapture(graphs).run(keys, progress)
     if keys and progress is not None:
@@ -82,10 +86,11 @@ def capture_all(executor: StepExecutor, progress: Progress | None) -> None:
     _finish(executor)
 
 
-def capture_next(executor: StepExecutor) -> CaptureProgress:
-    """Capture one graph; seal after the last."""
+def capture_next(executor: StepExecutor, choose: Choose | None = None) -> CaptureProgress:
+    """Capture one graph, the first that is missing or what `choose` says; seal after the last."""
     graphs = executor.graphs
-    before, keys = len(graphs.records), graphs.missing(left=True)[:1]
+    before, missing = len(graphs.records), graphs.missing(left=True)
+    keys = [choose(graphs, missing)] if choose is not None and missing else missing[:1]
     _agree_on(graphs, keys)
     # A plan without graphs has no keys, and its compiled modules still have to compile, once.
     if keys or not (graphs.setup.plan.keys or graphs.sealing.closed):
@@ -595,6 +600,8 @@ class RunnerCapture:
             if captures:
                 in_one = graph.wrapper is not None
                 graph.transaction.replays = partial(state.before_replay, in_one)
+                # Else the graph would keep what its session saved: old weights among it.
+                undo.later(partial(setattr, graph.transaction, "replays", None))
                 outputs = state.capture(
                     graph.mode, graph.descriptor, calls(), in_one=in_one, is_tried=is_tried
                 )

@@ -252,6 +252,16 @@ class StepChecks:
         self.check_named(graphs.named)
         graphs.named.refuse_others()
 
+    def outdated(self, graphs: Any) -> Collection[int]:
+        """The slots of graphs that may be wrong by now: they read a tensor that has moved, are in
+        quarantine, or something else has changed in Python since. Asked again once these are
+        destroyed; with none left, the largest of each kind is to be tried."""
+        try:
+            self.check_weights(graphs)
+        except (errors.StaleInputError, errors.UntrackedWeightsError):
+            return [each.slot for each in graphs.dispatcher.published]
+        return ()
+
     def set_aside(self, failure: Exception) -> None:
         """Let all batches run eagerly; the caller raises `failure` itself."""
 

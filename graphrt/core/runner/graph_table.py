@@ -313,6 +313,27 @@ class GraphTable:
         # Last: until then graphs may read what the checks keep alive.
         self.checks.reset()
 
+    def release_outdated(self) -> None:
+        """Destroy the graphs that may be wrong by now, and no others."""
+        try:
+            for module in self.setup.compiled:
+                module.weights_changed()
+        except errors.GraphRTError as error:
+            # The capture that follows says so too, where it is for good.
+            logger.info("all graphs are captured again: %s", error)
+            return self.release()
+        count = len(self.dispatcher.published)
+        while slots := self.checks.outdated(self):
+            for each in self.dispatcher.published:
+                if each.slot in slots:
+                    self.dispatcher.withdraw(each.mode, each.descriptor)
+                    self.steps[each.slot] = None
+            if not self.dispatcher.published:
+                return self.release()
+            self.destroy_leftovers()
+        self.named.record()
+        logger.info("%d of %d graphs stay", len(self.dispatcher.published), count)
+
     def destroy_leftovers(self) -> None:
         """Destroy the graphs that the dispatcher does not serve, the last first: of a capture that
         failed, or a release. Called again it goes on."""

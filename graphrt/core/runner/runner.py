@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from graphrt.core.batch.modes import GraphMode
     from graphrt.core.device.platform import Platform
     from graphrt.core.dispatch.dispatcher import GraphDispatcher
-    from graphrt.core.runner.capture_session import CaptureProgress, Progress
+    from graphrt.core.runner.capture_session import CaptureProgress, Choose, Progress
     from graphrt.core.runner.contract import StepChecks
     from graphrt.core.runner.findings import Look
     from graphrt.core.runner.report import RunnerReport
@@ -206,26 +206,19 @@ class Runner(Uncopied, Generic[R]):
         rest again. Graphs that the device has no room for are dropped (`report().dropped`) with a
         `GraphsDroppedWarning`, or under `strict` a `ResourceExhaustedError` when the rest is done.
         """
-        self._capture(progress)
+        self._capture(progress, self.graphs.left_out.clear)
 
     def capture_next(self) -> CaptureProgress:
-        """Capture one of the graphs that are missing, between two steps; seal after the last:
-        `while runner.capture_next(): ...`.
+        """Capture the first of the graphs that are missing, between two steps; seal after the last.
+        See `graphrt.GraphRunner.capture_next`."""
+        return self._capture_next()
 
-        They come in the order of `capture()`, the largest first. Batches are served by what there
-        is, else eagerly. The first call compiles what is not compiled, the last one also tries
-        `Host(example=)`. With `Host(ranks=)` ranks compare what they capture.
-
-        Raises `PoolBusyError` while a step is under way in the pool, ends one that waits for its
-        updates with `MissingUpdateError`, and raises
-        what `capture()` does: a graph that fails raises once, is left to a `capture()`, and the
-        next call goes on with the others.
-        """
+    def _capture_next(self, choose: Choose | None = None) -> CaptureProgress:
         from graphrt.core.runner.capture_session import capture_next
 
         self.graphs.check_open()
         refuse_inside_capture("capture_next()")
-        return self._in_turn(partial(capture_next, self._executor))
+        return self._in_turn(partial(capture_next, self._executor, choose))
 
     def seal(self) -> None:
         """Capture nothing any more, in no wrapper of this runner."""
@@ -236,12 +229,23 @@ class Runner(Uncopied, Generic[R]):
         `PoolBusyError` while a step is under way in the pool."""
         self._in_turn(self.graphs.release)
 
-    def recapture(self, progress: Progress | bool | None = None) -> None:
+    def recapture(
+        self, progress: Progress | bool | None = None, *, only_outdated: bool = False
+    ) -> None:
         """Destroy all graphs and capture them again, for weights that have moved: in one turn of
-        the pool, so no step comes between. `progress` is as in `capture()`."""
-        self._capture(progress, anew=True)
+        the pool, so no step comes between. `progress` is as in `capture()`.
 
-    def _capture(self, progress: Progress | bool | None, *, anew: bool = False) -> None:
+        With `only_outdated` graphs stay unless they read a tensor that has moved, are in
+        quarantine, or something else has changed in Python that trials have not shown to be
+        harmless: weights that were written in place capture nothing. Where it cannot be told what
+        graphs read, all are captured. The next step of the largest graph of each kind is a trial;
+        with `Host(example=)` it is tried now, and a failure raises as in `capture()`.
+        """
+        graphs = self.graphs
+        self._capture(progress, graphs.release_outdated if only_outdated else graphs.release)
+
+    def _capture(self, progress: Progress | bool | None, first: Callable[[], None]) -> None:
+        """Capture what is missing after the call of `first`."""
         from graphrt.core.runner.capture_session import capture_all
 
         # `GraphRunner` has put a bar in the place of True.
@@ -253,8 +257,7 @@ class Runner(Uncopied, Generic[R]):
             raise NESTED_CAPTURE()
 
         def capture() -> None:
-            if anew:
-                self.graphs.release()
+            first()
             capture_all(self._executor, tell)
 
         self._in_turn(capture)

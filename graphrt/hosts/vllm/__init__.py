@@ -14,7 +14,15 @@ from graphrt.hosts.vllm.installing import asked, install_into_vllm, uninstall
 from graphrt.hosts.vllm.platform import platform_type, serves
 from graphrt.hosts.vllm.wrapper import wrapper_type
 
-__all__ = ["install", "platform", "platform_type", "report", "uninstall", "wrapper_type"]
+__all__ = [
+    "install",
+    "platform",
+    "platform_type",
+    "report",
+    "uninstall",
+    "weights_changed",
+    "wrapper_type",
+]
 
 
 def platform() -> str | None:
@@ -38,6 +46,14 @@ def report() -> RunnerReport:
     """The graphs that vLLM has captured in this process, with their steps, seconds and bytes, and
     how many steps ran eagerly. See `graphrt.hosts.vllm.table` for its limits."""
     return state.report()
+
+
+def weights_changed(worker: Any = None) -> int:
+    """Compare the weights of vLLM's models in this process with where graphs read them; returns how
+    many tensors have moved. If some have, all graphs are destroyed: steps run eagerly until
+    `worker.model_runner.capture_model()` is called. For hosts that write weights themselves, also
+    as `llm.collective_rpc(weights_changed)`; `reload_weights` does the same."""
+    return state.weights.changed("the host")
 
 
 def __getattr__(name: str) -> Any:

@@ -10,6 +10,7 @@ from graphrt.hosts.vllm.log import EagerSteps
 from graphrt.hosts.vllm.pools import Pools
 from graphrt.hosts.vllm.steps import Steps
 from graphrt.hosts.vllm.table import Table, save
+from graphrt.hosts.vllm.weights import Weights
 
 
 class State:
@@ -20,6 +21,7 @@ class State:
         """Whether graphrt is installed into vLLM: wrappers that are made now are graphrt's."""
         self.eager = EagerSteps()
         self.table = Table()
+        self.weights = Weights()
         self.steps = Steps(self.eager, self.table)
         self.count: Callable[[Any], object] = _count_nothing
         """Called with the wrapper of each capture, for vLLM's own counter."""

@@ -126,6 +126,11 @@ class _BreakableCalls:
         for inner in self._inner.values():
             inner.clear_graphs()
 
+    def seal(self) -> None:
+        """Capture nothing until the next session of captures."""
+        for inner in self._inner.values():
+            inner.seal()
+
     def _is_mine(self, mode: GraphMode) -> bool:
         only_mode = self.__dict__.get("runtime_mode")
         return only_mode is None or only_mode.name == mode.name

@@ -13,6 +13,7 @@ import torch
 
 from graphrt import BatchDescriptor
 from graphrt.errors import CaptureError
+from graphrt.hosts.vllm._state import state
 from graphrt.hosts.vllm.full import FullGraph
 
 
@@ -35,6 +36,7 @@ class EncoderCaptures:
             call.apply_defaults()
             manager, token_budget, path, *axis_keys = call.arguments.values()
             result = original(*args, **kwargs)
+            state.weights.encoders.add(manager)
             new_budgets = [
                 budget
                 for budget in manager._get_graph_set(path).values()

@@ -130,6 +130,7 @@ class FullCaptures:
             check_config(getattr(manager, "vllm_config", None))
             try:
                 self._manager = manager
+                state.weights.managers.add(manager)
                 return original(manager, partial(self._create, create_forward_fn), *args, **kwargs)
             finally:
                 self._manager, self._key = outer

@@ -29,6 +29,7 @@ from graphrt.hosts.vllm.versions import (
     RUNNER2,
     V1,
     V2,
+    WORKER,
     WRAPPER,
     check_names,
     check_version,
@@ -69,7 +70,13 @@ def install_into_vllm() -> None:
         if isinstance(captured, wrapper):
             counter.num_cudagraph_captured += 1
 
-    state.count = count
+    def wrappers() -> list[Any]:
+        kinds = _module(WRAPPER).CUDAGraphWrapper, _module(BREAKABLE).BreakableCUDAGraphWrapper
+        made = [each for kind in kinds for each in list(kind._all_instances)]
+        # Not those that vLLM has made of its own class before.
+        return [each for each in made if isinstance(each, kinds)]
+
+    state.count, state.weights.wrappers = count, wrappers
     full, encoder = FullCaptures(), EncoderCaptures()
     manager, v2 = _module(V2).CudaGraphManager, _module(V2)
     vision, budgets = _module(ENCODER), _module(ENCODER).EncoderCudaGraphManager
@@ -84,6 +91,11 @@ def install_into_vllm() -> None:
         _replace(vision, "torch", TorchWithGraphs(encoder.new_graph, encoder.capturing))
         for runner in (_module(V1).GPUModelRunner, _module(RUNNER2).GPUModelRunner):
             _replace(runner, PROFILE, _closing_unused(vars(runner)[PROFILE]))
+            _replace(runner, "capture_model", state.weights.captured(runner.capture_model))
+            _replace(runner, "reload_weights", state.weights.compared(runner.reload_weights))
+        worker = _module(WORKER).Worker
+        transferred = state.weights.compared(worker.finish_weight_update)
+        _replace(worker, "finish_weight_update", transferred)
         executor = sys.modules.get(EXECUTOR)
         if executor is not None:  # always in a worker of several, which comes from it
             monitor = telling_of_the_end(executor.WorkerProc.monitor_death_pipe)

@@ -19,9 +19,12 @@ RUNNER2 = "vllm.v1.worker.gpu.model_runner"
 PROFILE = "profile_cudagraph_memory"
 ENCODER = "vllm.v1.worker.encoder_cudagraph"
 BREAKABLE = "vllm.compilation.breakable_cudagraph"
+WORKER = "vllm.v1.worker.gpu_worker"
 WRAPPER = "vllm.compilation.cuda_graph"
 PARALLEL = "vllm.distributed.parallel_state"
 EXECUTOR = "vllm.v1.executor.multiproc_executor"
+
+_OF_RUNNERS = (PROFILE, "capture_model", "reload_weights", "get_model")
 
 _NAMES = {
     WRAPPER: ("CUDAGraphWrapper._all_instances", "CUDAGraphWrapper.unwrap"),
@@ -38,9 +41,14 @@ _NAMES = {
     PARALLEL: ("graph_capture",),
     "vllm.platforms": ("current_platform.get_global_graph_pool",),
     ENCODER: ("EncoderCudaGraphManager._get_graph_set", "torch.cuda.CUDAGraph"),
-    V2: ("CudaGraphManager.capture", "torch.cuda.CUDAGraph"),
-    RUNNER2: (f"GPUModelRunner.{PROFILE}",),
-    V1: ("CUDAGraphWrapper", "graph_capture", f"GPUModelRunner.{PROFILE}"),
+    V2: ("CudaGraphManager.capture", "CudaGraphManager.dispatch", "torch.cuda.CUDAGraph"),
+    RUNNER2: tuple(f"GPUModelRunner.{each}" for each in _OF_RUNNERS),
+    V1: (
+        "CUDAGraphWrapper",
+        "graph_capture",
+        *[f"GPUModelRunner.{each}" for each in _OF_RUNNERS],
+    ),
+    WORKER: ("Worker.finish_weight_update",),
 }
 
 _ARGUMENTS = {
@@ -62,6 +70,7 @@ _OF_WORKERS = {(EXECUTOR, "WorkerProc.monitor_death_pipe"): ("death_pipe",)}
 
 _USES = {
     (V2, "CudaGraphManager.capture"): {"CUDAGraph", "graph", "graphs"},
+    (V2, "CudaGraphManager.dispatch"): {"_graphs_captured"},
     (ENCODER, "EncoderCudaGraphManager._capture_budget_graph"): {"CUDAGraph", "graph"},
     (BREAKABLE, "eager_break_during_capture"): {"add_eager", "fn", "weak_args", "weak_kwargs"},
 }

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from operator import attrgetter, eq, itemgetter
@@ -76,6 +76,8 @@ class Use(OwnMemory):
         """The operators of the run that wrote it, in their order."""
         self.shape = (tensor.numel(),) if tensor.is_nested else tuple(tensor.shape)
         self.dtype = tensor.dtype
+        self.kinds = set[Hashable]()
+        """The kinds of graphs whose warm-ups used it; empty if any graph may."""
         # The operator that used it first, and the line of code that issued that.
         self.op = op
         self.source = source or user_source()
