@@ -12,22 +12,25 @@ from typing import Any
 
 import torch
 
-from graphrt import BatchDescriptor, GraphMode, KeyedGraph
+from graphrt import BatchDescriptor, GraphMode, KeyedGraph, WrapperTrials
 from graphrt.core.base.option_values import shown
 from graphrt.errors import CaptureError
 from graphrt.hosts.vllm._state import state
 from graphrt.hosts.vllm.table import FullKey
-from graphrt.hosts.vllm.wrapper import check_config, offloading, trials
+from graphrt.hosts.vllm.trials import trials
+from graphrt.hosts.vllm.wrapper import check_config, offloading
 
 
 class FullGraph:
     """Stands in for a `torch.cuda.CUDAGraph`: vLLM keeps it and calls `replay`. The graph is
     destroyed with it; `filled` says whether one was captured."""
 
-    __slots__ = ("__weakref__", "filled", "replay")
+    __slots__ = ("__weakref__", "_trials", "filled", "replay")
 
     def __init__(self) -> None:
         self.filled = False
+        # Those of its graph; None without.
+        self._trials: WrapperTrials | None = None
         self.replay: Callable[[], Any] = _not_captured
 
     def capture(self, handle: Any, forward: Callable[[], Any], descriptor: BatchDescriptor) -> None:
@@ -43,6 +46,12 @@ class FullGraph:
         graph: KeyedGraph = graphs.capture(key, forward)
         weakref.finalize(self, graphs.drop, key).atexit = False
         self.replay, self.filled = _counting(graph, descriptor), True
+        self._trials = graph.trials
+
+    @property
+    def in_quarantine(self) -> bool:
+        """Whether a trial has failed."""
+        return self._trials is not None and any(each.failure for each in self._trials.records)
 
 
 _keys = itertools.count()
