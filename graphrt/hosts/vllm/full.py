@@ -43,6 +43,8 @@ class FullGraph:
             set_graph_pool_id(handle)
         graphs = pool.keyed(_joined(offloading()), trials)
         key = FullKey(next(_keys), descriptor)
+        # A worker that ends in the capture names this graph.
+        state.table.latest = state.table.row(GraphMode.FULL, descriptor)
         graph: KeyedGraph = graphs.capture(key, forward)
         weakref.finalize(self, graphs.drop, key).atexit = False
         self.replay, self.filled = _counting(graph, descriptor), True
