@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -32,7 +31,7 @@ SIZES = [2, 4]
 class Model:
     """A decoder that writes its token's row of a cache, and sums the rows of its request.
 
-    Rows of padding are filled with something else at every call, as by a kernel that skips them.
+    Rows of padding hold something else in the graph than in eager runs, as if a kernel skips them.
     """
 
     def __init__(self, vllm: Any) -> None:
@@ -53,7 +52,7 @@ class Model:
         self.cache.index_copy_(0, metadata.slots, hidden)
         hidden = hidden + self.cache[metadata.slots] + positions[:, None]
         padding = torch.arange(len(input_ids)) >= metadata.query_start_loc.max()
-        return torch.where(padding[:, None], time.perf_counter(), hidden)
+        return torch.where(padding[:, None], metadata.rest, hidden)
 
 
 class Metadata:
@@ -74,6 +73,7 @@ class Metadata:
         layer = SimpleNamespace(
             scale=self.scale if is_wrong else 1.0,
             bias=bias,
+            rest=1.0 if for_capture else 2.0,
             slots=self.slots[:padded],
             query_start_loc=self.starts[: padded + 1],
         )
@@ -246,6 +246,21 @@ def test_level_always_finds_a_defect_that_begins_later(kind, vllm, monkeypatch):
     with pytest.warns(GraphQuarantinedWarning):
         found = steps.step([3, 4])
     assert torch.allclose(found, expected(steps, [3, 4], 3.0))
+
+
+def test_arguments_that_the_model_writes_are_put_back_after_a_trial(vllm, monkeypatch):
+    class Writes(Model):
+        def __call__(self, *args, **kwargs):
+            hidden = super().__call__(*args, **kwargs)
+            kwargs["positions"].mul_(2)
+            return hidden
+
+    steps = maker(V1, vllm, monkeypatch, "always")(Metadata(), model=Writes(vllm))
+    steps.positions.fill_(1)
+    for expected in (4, 10, 22):
+        steps.step([3, 4, 5, 6])
+        assert steps.positions.tolist() == [expected] * 4
+    assert graphrt.hosts.vllm.report().trust.trials[0].status == "tried"
 
 
 class Advances(Model):
