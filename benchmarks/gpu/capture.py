@@ -1,15 +1,16 @@
 """What capturing the default sizes takes, in seconds and MiB: graphrt and loops of one's own.
 
-    python3 -m benchmarks.gpu.capture [--model 1b] [--breakdown] [--next] [--json FILE]
+    python3 -m benchmarks.gpu.capture [--model 1b] [--breakdown] [--next] [--cold] [--json FILE]
 
 Every contestant runs in a process of its own, several times, all taking turns; figures are
 medians. Before the clock starts the model has run eagerly at every size, so that no kernel is
-loaded for the first time; with `--cold` only at the largest and the smallest size.
+loaded for the first time. With `--cold` it has run at none, and has a Triton kernel besides: a
+process that finds Triton's cache empty, and one that finds what the first has compiled.
 All loops warm each size up once, but for "bare", which does so at the largest alone. They go from
 the largest size to the smallest. Seconds end when the device is idle. MiB are what the free memory
 of the device and torch's own memory lost and gained, with the allocator's cache emptied before and
-after. Then the graphs of the largest and of the smallest size must give what the eager model gives,
-bit for bit.
+after. Then each graph runs two steps: the first may prepare what its capture did not. The graphs of
+the largest and of the smallest size must give what the eager model gives, bit for bit.
 With `--next` graphrt is measured a second time, by `capture_next()`, a decode step after each call:
 when the first graph serves, how long the host is held, and what steps take meanwhile. It runs on
 the CPU too: `--device cpu --model tiny --sizes 1 8 64`.
@@ -20,9 +21,11 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -44,7 +47,7 @@ from benchmarks.common import (
 )
 from benchmarks.gpu.breakdown import Breakdown
 from benchmarks.gpu.byhand import Buffers, FullGraphs, PieceGraphs
-from benchmarks.llama import CONFIGS, Llama
+from benchmarks.llama import CONFIGS, Llama, Shared
 from graphrt import Batch, GraphRunner, Reason
 
 ITSELF = (sys.executable, "-m", "benchmarks.gpu.capture")
@@ -62,6 +65,16 @@ TITLES = BARE | {
     for pair in zip(BY_HAND.items(), GRAPHRT.items(), strict=True)
     for name, title in pair
 }
+
+
+class WithKernel(Llama):
+    """The model, which begins with a kernel of Triton."""
+
+    def start(self, *inputs: Tensor, **named: Tensor) -> tuple[Tensor, Shared]:
+        from benchmarks.gpu.kernels import copied
+
+        hidden, shared = super().start(*inputs, **named)
+        return copied(hidden), shared
 
 
 @dataclass
@@ -182,11 +195,11 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """One contestant, in this process."""
     device, sizes = options.device, sorted(options.sizes)
     synchronize = synchronizer(device)
-    model = Llama(
+    model = (WithKernel if options.cold and device == "cuda" else Llama)(
         CONFIGS[options.model], max_batch=max(sizes), context=options.context, device=device
     )
     with torch.no_grad():
-        for tokens in (max(sizes), min(sizes)) if options.cold else sizes:
+        for tokens in () if options.cold else sizes:
             model(**{key: value.to(device) for key, value in model.inputs(tokens).items()})
     release_cache(device)
     before = memory(device)
@@ -207,6 +220,8 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
         after = memory(device)
         for kind in after:
             found[kind] = after[kind] - before[kind]
+        found["steps_ms"] = steps_ms(model, contestant, sizes)
+        found["first_step_ms"] = max(max(first) for first, _ in found["steps_ms"].values())
         found["equal_to_eager"] = equal_to_eager(model, contestant, sizes)
         found.update(contestant.figures())
     if breakdown is not None and name in GRAPHRT:
@@ -223,6 +238,26 @@ def memory(device: str) -> dict[str, float]:
         "device_mib": (total - free) / 2**20,
         "reserved_mib": torch.cuda.memory_reserved() / 2**20,
     }
+
+
+def steps_ms(
+    model: Llama, contestant: Contestant, sizes: list[int]
+) -> dict[str, tuple[list[float], list[float]]]:
+    """By kind of graph, milliseconds of each size's first step and of its second, the smallest
+    size first. First steps of graphrt are trials at some sizes."""
+    synchronize = synchronizer(model.embedding.device.type)
+    found: dict[str, tuple[list[float], list[float]]] = {}
+    for kind, step in contestant.steps.items():
+        taken = found[kind] = [], []
+        for tokens in sizes:
+            values = model.inputs(tokens)
+            for times in taken:
+                synchronize()
+                started = time.perf_counter()
+                step(tokens, values)
+                synchronize()
+                times.append((time.perf_counter() - started) * 1e3)
+    return found
 
 
 def equal_to_eager(model: Llama, contestant: Contestant, sizes: list[int]) -> dict[str, bool]:
@@ -257,9 +292,10 @@ def in_process(
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def summarise(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+def summarise(runs: dict[str, list[dict[str, Any]]], title: str = "Capture") -> dict[str, Any]:
     """Medians and ratios, printed as tables."""
     kinds = ["seconds", "device_mib", "reserved_mib", "report_capture_s", "report_pool_mib"]
+    kinds += ["captured_twice", "first_step_ms"]
     results: dict[str, Any] = {}
     for name, found in runs.items():
         medians = {
@@ -284,8 +320,9 @@ def summarise(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
                     + [result.get(kind) for kind in kinds[1:]]
                     + ["yes" if result["equal_to_eager"] else "NO"]
                 )
-    columns = ["", "s", "runs", "to by hand", "device MiB", "reserved MiB"]
-    show("Capture", [*columns, "report s", "report MiB", "equal"], rows)
+    columns = ["", "s", "runs", "to by hand", "device MiB", "reserved MiB", "report s"]
+    columns += ["report MiB", "captured twice", "slowest first step ms", "equal"]
+    show(title, columns, rows)
     for name, found in runs.items():
         if "breakdown" in found[0]:
             parts = {
@@ -342,7 +379,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--breakdown", action="store_true", help="of graphrt; costs a little time")
-    parser.add_argument("--cold", action="store_true", help="kernels are loaded by the capture")
+    parser.add_argument("--cold", action="store_true", help="nothing has run before the capture")
     parser.add_argument("--next", action="store_true", help="also by capture_next()")
     parser.add_argument("--only", nargs="+", choices=list(TITLES), default=list(TITLES))
     parser.add_argument("--contestant", choices=list(TITLES), help=argparse.SUPPRESS)
@@ -354,15 +391,21 @@ def main() -> None:
     if left_out(options.device, [TITLES[name] for name in names if name not in GRAPHRT]):
         names = [name for name in names if name in GRAPHRT]
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    compiled: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     parts: dict[str, list[dict[str, Any]]] = {}
     for turn in range(options.repeats):
         for name in names:
-            runs[name].append(in_process(name, options))
-            seconds = runs[name][-1]["seconds"]
-            print(f"run {turn + 1}: {TITLES[name]} {seconds:.3f} s", flush=True)
+            with tempfile.TemporaryDirectory() as cache:
+                env = {**os.environ, "TRITON_CACHE_DIR": cache}
+                for found in (runs, compiled) if options.cold else (runs,):
+                    found[name].append(in_process(name, options, env=env))
+                    seconds = found[name][-1]["seconds"]
+                    print(f"run {turn + 1}: {TITLES[name]} {seconds:.3f} s", flush=True)
             if options.next and name in GRAPHRT:
                 parts.setdefault(name, []).append(in_process(name, options, by_next=True))
-    results = summarise(runs)
+    results = summarise(runs, "Capture, nothing compiled" if options.cold else "Capture")
+    if options.cold:
+        results["compiled"] = summarise(compiled, "Capture, Triton's cache full")
     if parts:
         results["by_parts"] = summarise_parts(parts, runs)
     finish("capture", options, environment(options.device), results)

@@ -67,6 +67,11 @@ def rounding_of(
     return rounding or 2e-4
 
 
+_FEW_BYTES = 1 << 20
+"""Tensors up to so many bytes are compared on the host: a GPU loads each of a comparison's fifteen
+kernels when a process first uses it, which takes 270 ms of a first capture (H200)."""
+
+
 def _of_leaf(path: str, ours: Any, theirs: Any, rounded: bool) -> Difference | None:
     """`difference` of two leaves, both at `path`."""
     at = f" at {path}" if path else ""
@@ -77,10 +82,12 @@ def _of_leaf(path: str, ours: Any, theirs: Any, rounded: bool) -> Difference | N
         got, expected = told(ours), told(theirs)
     elif ours.dtype is not theirs.dtype or ours.shape != theirs.shape:
         got, expected = (f"{each.dtype} {tuple(each.shape)}" for each in (ours, theirs))
-    # As bytes, so that NaN equals itself and 0.0 does not equal -0.0.
-    elif torch.equal(tree.octets(ours), tree.octets(theirs)):
-        return None
     else:
+        if ours.numel() * ours.element_size() <= _FEW_BYTES:
+            ours, theirs = ours.cpu(), theirs.cpu()
+        # As bytes, so that NaN equals itself and 0.0 does not equal -0.0.
+        if torch.equal(tree.octets(ours), tree.octets(theirs)):
+            return None
         return _of_values(ours, theirs, at, rounded)
     return Difference(f"{got}, not {expected}{at}", float("inf"))
 

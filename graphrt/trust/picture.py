@@ -121,9 +121,12 @@ class Reading:
 
     def moved_slots(self, was: Sequence[Any], now: Sequence[Any]) -> list[int]:
         """The indices of the places whose value has changed."""
+        # Most often the same objects are there: a comparison in C.
+        first = self._kept if all(map(is_, islice(was, self._kept), now)) else 0
+        pairs = zip(was[first:], now[first:], strict=True)
         return [
             at
-            for at, (before, after) in enumerate(zip(was, now, strict=True))
+            for at, (before, after) in enumerate(pairs, first)
             if after is not before and not self.slots[at].way.same(before, after)
         ]
 

@@ -466,13 +466,15 @@ class _Namespaces:
         names |= {id(each): (CLASS_ATTRIBUTE, each, namespace_of(each)) for each in classes}
         # How each is written, its holder, and its names.
         self._names = [*names.values()]
+        # Their lengths are compared several times a graph: in C.
+        self._tables = [table for *_, table in self._names]
         caches = {id(each): each for each in held if isinstance(each, LRU_CACHE)}
         self._caches = [*caches.values()]
         self.begin()
 
     def begin(self) -> None:
         """A run begins."""
-        self._sizes = [len(names) for *_, names in self._names]
+        self._sizes = [*map(len, self._tables)]
         self._cached = self.cached()
 
     def cached(self) -> list[Any]:
@@ -481,7 +483,7 @@ class _Namespaces:
 
     def have_grown(self) -> bool:
         """Whether the run has made or deleted a name, or put the first tensor into a cache."""
-        sizes = [len(names) for *_, names in self._names]
+        sizes = [*map(len, self._tables)]
         return sizes != self._sizes or len(self.cached()) > len(self._cached)
 
     def take_back(self) -> None:

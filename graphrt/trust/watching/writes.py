@@ -497,7 +497,9 @@ def note_operators() -> None:
         if name in _done or not (schema.is_mutable or "batch_norm" in name):
             continue
         _done.add(name)
-        if not operators.writes_of(schema):
+        # `set_` gives a tensor other memory, and writes none. Graphs' own aliases are made by it:
+        # 105 of 147 looks at each size of a model with 17 pieces.
+        if schema.name == "aten::set_" or not operators.writes_of(schema):
             continue
         namespace, _, short = name.partition("::")
         kernel = _kernel(namespace, short.partition(".")[0], schema.overload_name or "default")
