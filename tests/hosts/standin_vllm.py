@@ -338,7 +338,7 @@ def _runner(made: Modules, context: ModuleType) -> None:
             return 0
 
         def capture_model(self):
-            manager = self.cudagraph_manager
+            manager, model = self.cudagraph_manager, self.model
             manager.hidden_states = None
 
             def create_forward_fn(desc, warmup):
@@ -347,7 +347,7 @@ def _runner(made: Modules, context: ModuleType) -> None:
 
                 def forward_fn(cg_mode):
                     with context.set_forward_context(metadata, self.vllm_config, tokens, cg_mode):
-                        hidden = self.model(
+                        hidden = model(
                             input_ids=self.input_ids[:tokens], positions=self.positions[:tokens]
                         )
                     if manager.hidden_states is None:

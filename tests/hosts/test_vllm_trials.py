@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 import vllm_on_cpu as host
-from test_vllm import told, vllm  # noqa: F401  (fixtures)
+from test_vllm import step, told, vllm  # noqa: F401  (fixtures)
 
 import graphrt.hosts.vllm
 from graphrt import GraphMode, Reason
-from graphrt.errors import GraphQuarantinedWarning
-from graphrt.hosts.vllm import trials
+from graphrt.errors import GraphMemoryWarning, GraphQuarantinedWarning
+from graphrt.hosts.vllm import _state, trials
 
 pytestmark = pytest.mark.skipif(
     host.IS_INSTALLED, reason="the published runners need a GPU: benchmarks/gpu/vllm_host"
@@ -263,6 +263,23 @@ def test_arguments_that_the_model_writes_are_put_back_after_a_trial(vllm, monkey
     assert graphrt.hosts.vllm.report().trust.trials[0].status == "tried"
 
 
+def test_a_step_whose_trial_finds_no_memory_is_replayed(loop, vllm):
+    class Large(Model):
+        # Not an attribute, whose change would be one of the host's.
+        full: SimpleQueue[None] = SimpleQueue()
+
+        def __call__(self, *args, **kwargs):
+            if self.full.qsize():
+                raise torch.OutOfMemoryError("no memory")
+            return super().__call__(*args, **kwargs)
+
+    steps = loop(Metadata(), model=Large(vllm))
+    Large.full.put(None)
+    with pytest.warns(GraphMemoryWarning, match="no memory"):
+        assert torch.allclose(steps.step([3, 4]), expected(steps, [3, 4]))
+    assert not [each for each in graphrt.hosts.vllm.report().trust.trials if each.failure]
+
+
 class Advances(Model):
     """A model whose state moves on at each run, as Mamba's."""
 
@@ -303,6 +320,28 @@ def test_a_model_whose_state_moves_on_with_each_run_is_named_and_untried(
     assert model.state == before + len(BATCHES) and model.calls == steps.captured
     assert not graphrt.hosts.vllm.report().trust.trials
     assert len([line for line in told.messages if reason in line]) == 1
+
+
+def test_pieces_are_replayed_untried_where_there_are_several_ranks(vllm, monkeypatch):
+    monkeypatch.setenv("GRAPHRT_CHECK", "always")
+    config, x = host.config([2], "PIECEWISE"), torch.zeros(2, WIDTH)
+    config.parallel_config.tensor_parallel_size = 2
+    calls: list[int] = []
+
+    def piece(x):
+        calls.append(1)
+        return x + 1
+
+    # As a wrapper that is made while the V2 runner captures.
+    monkeypatch.setattr(_state.state, "model", piece)
+    wrapper = vllm.v1.CUDAGraphWrapper(piece, config, runtime_mode=vllm.mode.PIECEWISE)
+    with vllm.v1.graph_capture(device=torch.device("cpu")):
+        for at in range(4):
+            if at == 1:
+                calls.clear()
+            with step(vllm, config, vllm.mode.PIECEWISE, vllm.Key(2)):
+                assert torch.equal(wrapper(x), x + 1)
+    assert not calls
 
 
 @pytest.mark.parametrize("kind", ["V1", "V2"])

@@ -20,6 +20,8 @@ class State:
         """Whether graphrt is installed into vLLM: wrappers that are made now are graphrt's."""
         self.config: Any = None
         """vLLM's config of the engine that made a wrapper or captured last."""
+        self.model: Any = None
+        """The model whose FULL graphs the V2 runner captures now."""
         self.trying = False
         """Whether a trial runs the model: its runs are no steps of vLLM's."""
         self.in_step = False

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -70,6 +72,14 @@ def _counting(graph: KeyedGraph, descriptor: BatchDescriptor) -> Callable[[], An
         return replay()
 
     return counted
+
+
+def _model_in(create_forward_fn: Any) -> Any:
+    """The model that the function of vLLM's runs, or None. What else it holds, such as vLLM's
+    manager and its graphs, changes without an effect on a graph."""
+    is_function = isinstance(create_forward_fn, FunctionType)
+    held = inspect.getclosurevars(create_forward_fn).nonlocals if is_function else {}
+    return held.get("model")
 
 
 def _not_captured() -> None:
@@ -137,13 +147,13 @@ class FullCaptures:
 
         @functools.wraps(original)
         def capture(manager: Any, create_forward_fn: Any, *args: Any, **kwargs: Any) -> Any:
-            outer = self._manager, self._key
+            outer = self._manager, self._key, state.model
             check_config(getattr(manager, "vllm_config", None))
             try:
-                self._manager = manager
+                self._manager, state.model = manager, _model_in(create_forward_fn)
                 return original(manager, partial(self._create, create_forward_fn), *args, **kwargs)
             finally:
-                self._manager, self._key = outer
+                self._manager, self._key, state.model = outer
 
         return capture
 

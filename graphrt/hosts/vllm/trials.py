@@ -35,8 +35,10 @@ from graphrt.core.replay.entry import Entry
 from graphrt.hosts.vllm._state import state
 from graphrt.hosts.vllm.log import logger
 from graphrt.hosts.vllm.table import FullKey
+from graphrt.trust.checks import Checks
 from graphrt.trust.compare import rounding_of
 from graphrt.trust.host_watch import described_changes
+from graphrt.trust.reads import ReadSet
 from graphrt.trust.trials import WrapperStep
 from graphrt.trust.verdict import NOT_EAGER, Verdict
 
@@ -95,14 +97,24 @@ class Trials(WrapperTrials):
     def __init__(self, vllm_config: Any) -> None:
         super().__init__()
         self._has_ranks = vllm_config.parallel_config.tensor_parallel_size > 1
+        self._model = state.model
 
     def before_capture(self, wrapper: GraphWrapper) -> None:
-        if not self._has_ranks or wrapper.runtime_mode is GraphMode.FULL:
-            super().before_capture(wrapper)
+        if self._skips(wrapper):
+            return
+        if self._checks is None and self._model is not None:
+            options = wrapper.options
+            reads = ReadSet(self._model, watched=options.checks("capture"))
+            self._checks = Checks(options, reads, wrapper.pool.platform.device_type)
+        super().before_capture(wrapper)
 
     def captured(self, wrapper: GraphWrapper, descriptor: BatchDescriptor) -> None:
-        if not self._has_ranks or wrapper.runtime_mode is GraphMode.FULL:
+        if not self._skips(wrapper):
             super().captured(wrapper, descriptor)
+
+    def _skips(self, wrapper: GraphWrapper) -> bool:
+        """Whether these graphs are not tried: pieces, where there are several ranks."""
+        return self._has_ranks and wrapper.runtime_mode is not GraphMode.FULL
 
     def may_replay(
         self, wrapper: GraphWrapper, entry: Entry, context: ForwardContext, args: Any, kwargs: Any
@@ -145,6 +157,11 @@ class Trials(WrapperTrials):
         state.trying = True
         try:
             first, last = eager(), eager()
+        except torch.OutOfMemoryError as error:
+            if self._has_ranks:  # which would wait for this one
+                raise
+            self._checks.cannot_try(dispatch.slot, error)
+            return None
         finally:
             state.trying = False
             # What it changes in Python is no change of the host's.
