@@ -12,7 +12,7 @@ import weakref
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -47,6 +47,7 @@ class ExecutionDescriptor:
     cg_mode: CUDAGraphMode
     num_tokens: int
     num_reqs: int | None = None
+    num_active_loras: int = 0
     num_ubatches: int = 1
 
 
@@ -98,13 +99,12 @@ def modules(version: str) -> Modules:
         CUDAGraphWrapper=wrapper,
         BreakableCUDAGraphWrapper=breakable,
         graph_capture=graph_capture,
-        GPUModelRunner=_runner(),
-    )
-    made.add(
-        "vllm.v1.worker.gpu.model_runner",
-        GPUModelRunner=_runner(),
+        GPUModelRunner=_loading_runner(),
     )
     made.add("vllm.v1.worker.gpu_worker", Worker=_worker())
+    _runner(made, context)
+    mamba = made.add("vllm.model_executor.layers.mamba.abstract")
+    mamba.MambaBase = type("MambaBase", (), {})
     made.add("vllm.config", CUDAGraphMode=CUDAGraphMode)
     made.add("vllm.v1.executor.multiproc_executor", WorkerProc=WorkerProc)
     return made
@@ -133,7 +133,7 @@ class WorkerProc:
         return thread
 
 
-def _runner() -> type:
+def _loading_runner() -> type:
     class GPUModelRunner:
         def profile_cudagraph_memory(self):
             return 0
@@ -191,6 +191,7 @@ def _forward_context(made: Modules) -> ModuleType:
         num_tokens=None,
         cudagraph_runtime_mode=CUDAGraphMode.NONE,
         batch_descriptor=None,
+        slot_mapping=None,
     ):
         if num_tokens is not None:
             batch_descriptor = batch_descriptor or BatchDescriptor(num_tokens=num_tokens)
@@ -287,6 +288,7 @@ def _manager(
             self.pool = made["vllm.platforms"].current_platform.get_global_graph_pool()
             self.graphs: dict[Any, Any] = {}
             self._graphs_captured = False
+            self.pairs = pairs
             sizes = sorted(vllm_config.compilation_config.cudagraph_capture_sizes, reverse=True)
             modes = [CUDAGraphMode.FULL]
             if cudagraph_mode is CUDAGraphMode.FULL_AND_PIECEWISE:
@@ -327,6 +329,87 @@ def _manager(
             self.graphs[desc].replay()
 
     module.CudaGraphManager = CudaGraphManager
+
+
+class ExecuteModelState(NamedTuple):
+    input_batch: Any
+    attn_metadata: Any
+    slot_mappings_by_layer: Any
+    hidden_states: torch.Tensor | None
+    aux_hidden_states: list[torch.Tensor] | None
+
+
+def _runner(made: Modules, context: ModuleType) -> None:
+    module = made.add("vllm.v1.worker.gpu.model_runner", ExecuteModelState=ExecuteModelState)
+    utils, mode = made["vllm.v1.worker.gpu.cudagraph_utils"], CUDAGraphMode
+
+    class ModelCudaGraphManager(utils.CudaGraphManager):
+        def run_fullgraph(self, desc):
+            super().run_fullgraph(desc)
+            return self.hidden_states[: desc.num_tokens]
+
+    class GPUModelRunner(_loading_runner()):
+        """The V2 runner, of decode steps: one token of each request, whose slots in the cache and
+        `prepare` of metadata are a test's."""
+
+        lora_config = req_states = None
+        supports_mm_inputs = False
+        model_state = SimpleNamespace(prepare_inputs=lambda input_batch, req_states: {})
+
+        def __init__(self, vllm_config, model, prepare):
+            self.vllm_config, self.model, self.prepare = vllm_config, model, prepare
+            sizes = vllm_config.compilation_config.cudagraph_capture_sizes
+            self.input_ids = torch.zeros(max(sizes), dtype=torch.int64)
+            self.positions = torch.zeros(max(sizes), dtype=torch.int64)
+            self.cudagraph_manager = ModelCudaGraphManager(
+                vllm_config, torch.device("cpu"), mode.FULL_DECODE_ONLY, 1
+            )
+
+        def profile_cudagraph_memory(self):
+            return 0
+
+        def capture_model(self):
+            manager, model = self.cudagraph_manager, self.model
+            manager.hidden_states = None
+
+            def create_forward_fn(desc, warmup):
+                tokens = desc.num_tokens
+                metadata = self.prepare(tokens, tokens, for_capture=True)
+
+                def forward_fn(cg_mode):
+                    with context.set_forward_context(metadata, self.vllm_config, tokens, cg_mode):
+                        hidden = model(
+                            input_ids=self.input_ids[:tokens], positions=self.positions[:tokens]
+                        )
+                    if manager.hidden_states is None:
+                        manager.hidden_states = torch.empty_like(hidden)
+                    manager.hidden_states[:tokens] = hidden
+
+                return (forward_fn, None) if manager.pairs else forward_fn
+
+            manager.capture(create_forward_fn)
+
+        def execute_model(self, scheduler_output, intermediate_tensors=None, dummy_run=False):
+            ids = scheduler_output.token_ids
+            desc = self.cudagraph_manager.dispatch(len(ids), len(ids), 1, 0)
+            tokens = desc.num_tokens
+            self.input_ids[: len(ids)] = torch.tensor(ids)
+            self.positions[: len(ids)] += 1
+            batch = SimpleNamespace(
+                input_ids=self.input_ids[:tokens],
+                positions=self.positions[:tokens],
+                num_tokens=len(ids),
+                num_tokens_after_padding=tokens,
+            )
+            metadata = self.prepare(len(ids), tokens, for_capture=False)
+            if desc.cg_mode is mode.FULL:
+                hidden = self.cudagraph_manager.run_fullgraph(desc)
+            else:
+                with context.set_forward_context(metadata, self.vllm_config, tokens):
+                    hidden = self.model(input_ids=batch.input_ids, positions=batch.positions)
+            self.execute_model_state = ExecuteModelState(batch, metadata, None, hidden, None)
+
+    module.GPUModelRunner = GPUModelRunner
 
 
 def _encoder(made: Modules, version: str) -> None:

@@ -135,34 +135,63 @@ def test_a_wrapper_captures_in_a_session_and_replays_each_descriptor(vllm, name)
     assert forward.calls == len(keys)
 
 
+def last_line(told) -> str:
+    """What the log says at the end of a worker."""
+    executor = sys.modules["vllm.v1.executor.multiproc_executor"]
+    reader, writer = multiprocessing.Pipe(duplex=False)
+    shutdown = threading.Event()
+    thread = executor.WorkerProc(rank=3).monitor_death_pipe(reader, shutdown)
+    writer.close()
+    thread.join(10)
+    assert shutdown.is_set()
+    assert executor.WorkerProc(0).monitor_death_pipe(None, shutdown) is None
+    return [line for line in told.messages if "rank 3 ends" in line][-1]
+
+
 @pytest.mark.skipif(host.IS_INSTALLED, reason="the published worker watches its parent process")
 @pytest.mark.parametrize("name", ["PIECEWISE", "FULL"])
 def test_a_worker_that_ends_names_its_rank_and_the_graph_it_was_in(vllm, told, name):
-    executor = sys.modules["vllm.v1.executor.multiproc_executor"]
-    shutdown = threading.Event()
-
-    def last_line() -> str:
-        reader, writer = multiprocessing.Pipe(duplex=False)
-        thread = executor.WorkerProc(rank=3).monitor_death_pipe(reader, shutdown)
-        writer.close()
-        thread.join(10)
-        assert shutdown.is_set()
-        return [line for line in told.messages if "rank 3 ends" in line][-1]
-
     config, buffer = host.config([2, 4], name), torch.zeros(4, 4)
     mode, keys = vllm.mode[name], [vllm.Key(4), vllm.Key(2)]
     wrapper = vllm.v1.CUDAGraphWrapper(Forward(), config, runtime_mode=mode)
     with vllm.v1.graph_capture(device=torch.device("cpu")):
         with step(vllm, config, mode, keys[0]):
             wrapper(buffer)
-        assert last_line().endswith(f"captures the {name} graph for 4 tokens, 0 steps so far")
+        assert last_line(told).endswith(f"captures the {name} graph for 4 tokens, 0 steps so far")
         with step(vllm, config, mode, keys[1]):
             wrapper(buffer[:2])
     for key in (*keys, keys[0]):
         with step(vllm, config, mode, key):
             wrapper(buffer[: key.num_tokens])
-    assert last_line().endswith(f"it was last in the {name} graph for 4 tokens, 2 steps so far")
-    assert executor.WorkerProc(0).monitor_death_pipe(None, shutdown) is None
+    assert last_line(told).endswith(f"it was last in the {name} graph for 4 tokens, 2 steps so far")
+
+
+@pytest.mark.skipif(host.IS_INSTALLED, reason="the published worker watches its parent process")
+def test_a_worker_that_ends_names_the_full_graph_of_the_v2_runner(vllm, told, monkeypatch):
+    monkeypatch.setattr(_state.state.table, "latest", None)
+    monkeypatch.setattr(_state.state.table, "_rows", {})
+    assert last_line(told).endswith("it has no graph yet")
+    decoder = Decoder(vllm, [2, 4], "FULL_DECODE_ONLY")
+    before: list[str] = []
+    model = decoder.model.of
+
+    def of(x):
+        before.append(last_line(told))
+        return model(x)
+
+    decoder.model.of = of
+    decoder.manager.capture(decoder.create)
+    decoder.model.of = model
+    # Each size runs twice, eagerly and in its capture.
+    assert [line.partition("; ")[2] for line in before] == [
+        "it has no graph yet",
+        "it captures the FULL graph for 4 tokens, 0 steps so far",
+        "it captures the FULL graph for 4 tokens, 0 steps so far",
+        "it captures the FULL graph for 2 tokens, 0 steps so far",
+    ]
+    for live in (2, 4, 3):
+        decoder.manager.run_fullgraph(decoder.manager.dispatch(live, live, 1, 0))
+    assert last_line(told).endswith("it was last in the FULL graph for 4 tokens, 2 steps so far")
 
 
 @pytest.mark.parametrize("name", ["PIECEWISE", "FULL"])

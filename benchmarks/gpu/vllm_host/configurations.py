@@ -55,6 +55,14 @@ def configurations() -> dict[str, dict[str, Any]]:
             "repeating": name == "ngram",
             "compilation": {**PIECES, "cudagraph_mode": "FULL_AND_PIECEWISE"},
         }
+    for runner in ("v2", "v1"):
+        for defect in ("none", "baked", "stale"):
+            found[f"{runner}-tried-{defect}"] = {
+                "runner": runner,
+                "defect": defect,
+                "compilation": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+                "env": {"GRAPHRT_CHECK": "first"},
+            }
     found["v2-mode_none"] = {
         "runner": "v2",
         "off": True,

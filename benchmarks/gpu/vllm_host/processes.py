@@ -35,7 +35,11 @@ def prepared(args: argparse.Namespace) -> tuple[Path, list[str], str]:
         old.unlink()
     write_model(work / "llama")
     entry_points(work / "installed")
-    names = [name for name in configurations() if re.search(args.only, name)]
+    names = [
+        name
+        for name, options in configurations().items()
+        if re.search(args.only, name) and ("defect" in options) == (args.command == "tried")
+    ]
     paths = [str(ROOT), str(work / "installed"), *([str(args.site)] if args.site else [])]
     path = os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     if any(configurations()[name].get("lora") for name in names):

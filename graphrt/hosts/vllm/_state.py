@@ -19,6 +19,16 @@ class State:
     def __init__(self) -> None:
         self.serving = False
         """Whether graphrt is installed into vLLM: wrappers that are made now are graphrt's."""
+        self.config: Any = None
+        """vLLM's config of the engine that made a wrapper or captured last."""
+        self.model: Any = None
+        """The model whose FULL graphs the V2 runner captures now."""
+        self.trying = False
+        """Whether a trial runs the model: its runs are no steps of vLLM's."""
+        self.in_step = False
+        """Whether the V2 runner replays the graph of its own step, not of a speculator's."""
+        self.to_try: Any = None
+        """`Trials` of that graph, and its dispatch, if it is to be tried after the step."""
         self.eager = EagerSteps()
         self.table = Table()
         self.weights = Weights()
@@ -35,7 +45,8 @@ class State:
 
     def not_dispatched(self, num_tokens: int | None) -> None:
         """Count a step that vLLM runs eagerly. Before there are graphs such steps are warm-ups."""
-        if self.serving and self.pools.captures and not self.pools.capturing:
+        is_step = not (self.pools.capturing or self.trying)
+        if self.serving and self.pools.captures and is_step:
             self.eager.not_dispatched(num_tokens, self.pools.largest)
 
 

@@ -12,12 +12,12 @@ from graphrt import current_platform as device_platform
 from graphrt.errors import UnsupportedHostError
 from graphrt.hosts.vllm._state import state
 from graphrt.hosts.vllm.steps import InnerStep
+from graphrt.hosts.vllm.trials import trials
 from graphrt.hosts.vllm.wrapper import (
     check_config,
     graph_options,
     offloading,
     step_reader,
-    trials,
 )
 from graphrt.lowlevel import Recording, current_capture
 

@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
 
-from graphrt import BatchDescriptor, GraphMode, KeyedGraph
+from graphrt import BatchDescriptor, GraphMode, KeyedGraph, WrapperTrials
 from graphrt.core.base.option_values import shown
 from graphrt.errors import CaptureError
 from graphrt.hosts.vllm._state import state
 from graphrt.hosts.vllm.table import FullKey
-from graphrt.hosts.vllm.wrapper import check_config, offloading, trials
+from graphrt.hosts.vllm.trials import trials
+from graphrt.hosts.vllm.wrapper import check_config, offloading
 
 
 class FullGraph:
     """Stands in for a `torch.cuda.CUDAGraph`: vLLM keeps it and calls `replay`. The graph is
     destroyed with it; `filled` says whether one was captured."""
 
-    __slots__ = ("__weakref__", "filled", "replay")
+    __slots__ = ("__weakref__", "_trials", "filled", "replay")
 
     def __init__(self) -> None:
         self.filled = False
+        # Those of its graph; None without.
+        self._trials: WrapperTrials | None = None
         self.replay: Callable[[], Any] = _not_captured
 
     def capture(self, handle: Any, forward: Callable[[], Any], descriptor: BatchDescriptor) -> None:
@@ -40,9 +45,17 @@ class FullGraph:
             set_graph_pool_id(handle)
         graphs = pool.keyed(_joined(offloading()), trials)
         key = FullKey(next(_keys), descriptor)
+        # A worker that ends in the capture names this graph.
+        state.table.latest = state.table.row(GraphMode.FULL, descriptor)
         graph: KeyedGraph = graphs.capture(key, forward)
         weakref.finalize(self, graphs.drop, key).atexit = False
         self.replay, self.filled = _counting(graph, descriptor), True
+        self._trials = graph.trials
+
+    @property
+    def in_quarantine(self) -> bool:
+        """Whether a trial has failed."""
+        return self._trials is not None and any(each.failure for each in self._trials.records)
 
 
 _keys = itertools.count()
@@ -59,6 +72,14 @@ def _counting(graph: KeyedGraph, descriptor: BatchDescriptor) -> Callable[[], An
         return replay()
 
     return counted
+
+
+def _model_in(create_forward_fn: Any) -> Any:
+    """The model that the function of vLLM's runs, or None. What else it holds, such as vLLM's
+    manager and its graphs, changes without an effect on a graph."""
+    is_function = isinstance(create_forward_fn, FunctionType)
+    held = inspect.getclosurevars(create_forward_fn).nonlocals if is_function else {}
+    return held.get("model")
 
 
 def _not_captured() -> None:
@@ -126,14 +147,14 @@ class FullCaptures:
 
         @functools.wraps(original)
         def capture(manager: Any, create_forward_fn: Any, *args: Any, **kwargs: Any) -> Any:
-            outer = self._manager, self._key
+            outer = self._manager, self._key, state.model
             check_config(getattr(manager, "vllm_config", None))
             try:
-                self._manager = manager
+                self._manager, state.model = manager, _model_in(create_forward_fn)
                 state.weights.managers.add(manager)
                 return original(manager, partial(self._create, create_forward_fn), *args, **kwargs)
             finally:
-                self._manager, self._key = outer
+                self._manager, self._key, state.model = outer
 
         return capture
 

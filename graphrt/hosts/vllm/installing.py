@@ -18,8 +18,10 @@ from graphrt.hosts.vllm.breakable import breakable_type
 from graphrt.hosts.vllm.encoder import EncoderCaptures
 from graphrt.hosts.vllm.ending import telling_of_the_end
 from graphrt.hosts.vllm.full import FullCaptures, TorchWithGraphs
+from graphrt.hosts.vllm.full_trials import FullTrials
 from graphrt.hosts.vllm.log import logger
 from graphrt.hosts.vllm.table import save_at_end
+from graphrt.hosts.vllm.trials import is_on
 from graphrt.hosts.vllm.versions import (
     BREAKABLE,
     ENCODER,
@@ -89,6 +91,11 @@ def install_into_vllm() -> None:
         capture_budget = encoder.around(budgets._capture_budget_graph)
         _replace(budgets, "_capture_budget_graph", capture_budget)
         _replace(vision, "torch", TorchWithGraphs(encoder.new_graph, encoder.capturing))
+        if is_on():
+            trials, runner2 = FullTrials(), _module(RUNNER2).GPUModelRunner
+            _replace(runner2, "execute_model", trials.around_step(runner2.execute_model))
+            _replace(manager, "run_fullgraph", trials.around_replay(manager.run_fullgraph))
+            _replace(manager, "dispatch", trials.around_dispatch(manager.dispatch))
         for runner in (_module(V1).GPUModelRunner, _module(RUNNER2).GPUModelRunner):
             _replace(runner, PROFILE, _closing_unused(vars(runner)[PROFILE]))
             _replace(runner, "capture_model", state.weights.captured(runner.capture_model))

@@ -8,8 +8,8 @@
 3. `report()` gives a `RunnerReport`. With `GRAPHRT_VLLM_REPORT=run.json` each process saves its own
    to `run.PID.json` after its captures and when it ends.
 
-Limits: vLLM pads batches itself, so live rows are unknown, and the report has no padding. It has no
-trials either. Graphs that vLLM has destroyed stay in it until vLLM captures again.
+Limits: vLLM pads batches itself, so live rows are unknown, and the report has no padding. It has
+trials of FULL graphs alone. Graphs that vLLM has destroyed stay in it until vLLM captures again.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ import atexit
 import os
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from graphrt import BatchDescriptor, GraphMode, GraphPool, Reason
+from graphrt.core.runner.findings import TrialRecord, TrustReport
 from graphrt.core.runner.graph_table import GraphRecord
 from graphrt.core.runner.report import RunnerReport
 
@@ -56,6 +57,8 @@ class Row:
     driver_bytes: int | None = None
     session: int = 0
     """The number of the session that captured them."""
+    trial: TrialRecord | None = None
+    """What came of trials of its FULL graph; None without."""
 
 
 class Figures(NamedTuple):
@@ -149,6 +152,7 @@ class Table:
         sizes = Counter((row.mode, row.descriptor[:2]) for row in rows)
         records: list[GraphRecord] = []
         steps: dict[tuple[GraphMode, BatchDescriptor], int] = {}
+        trials: list[TrialRecord] = []
         for row in rows:
             tokens, reqs = row.descriptor.num_tokens, row.descriptor.num_reqs
             descriptor = row.descriptor
@@ -166,6 +170,8 @@ class Table:
                 )
             )
             steps[row.mode, descriptor] = row.steps
+            if row.trial is not None:
+                trials.append(replace(row.trial, descriptor=descriptor))
         modes = {row.mode for row in rows}
         has_both_modes = len(modes) > 1
         pool_bytes = [pool.bytes() for pool in pools]
@@ -174,6 +180,7 @@ class Table:
             steps=steps,
             reasons={Reason.HIT: sum(steps.values()), **eager},
             live_tokens=0,
+            trust=TrustReport(trials=tuple(trials)),
             pool_bytes=None if None in pool_bytes else sum(each or 0 for each in pool_bytes),
             mode=(
                 GraphMode.FULL_AND_PIECEWISE

@@ -61,6 +61,9 @@ _ARGUMENTS = {
     (BREAKABLE, "BreakableCUDAGraphWrapper.__init__"): ("runnable", "vllm_config"),
     (PARALLEL, "graph_capture"): ("device",),
     (V2, "CudaGraphManager.capture"): ("create_forward_fn",),
+    (V2, "CudaGraphManager.dispatch"): ("num_reqs", "num_tokens"),
+    (V2, "CudaGraphManager.run_fullgraph"): ("desc",),
+    (RUNNER2, "GPUModelRunner.execute_model"): ("dummy_run",),
     (ENCODER, "EncoderCudaGraphManager._capture_budget_graph"): ("token_budget", "path"),
 }
 """Functions of vLLM that graphrt replaces or calls, with the arguments that they must take."""
@@ -72,6 +75,7 @@ _USES = {
     (V2, "CudaGraphManager.capture"): {"CUDAGraph", "graph", "graphs"},
     (V2, "CudaGraphManager.dispatch"): {"_graphs_captured"},
     (ENCODER, "EncoderCudaGraphManager._capture_budget_graph"): {"CUDAGraph", "graph"},
+    (RUNNER2, "GPUModelRunner.execute_model"): {"ExecuteModelState", "run_fullgraph"},
     (BREAKABLE, "eager_break_during_capture"): {"add_eager", "fn", "weak_args", "weak_kwargs"},
 }
 """Names that the code of a function must use: graphrt replaces the objects of these names."""

@@ -7,10 +7,11 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from graphrt import ForwardContext, GraphOptions, SegmentHooks, WrapperTrials, wrapper_class
+from graphrt import ForwardContext, GraphOptions, SegmentHooks, wrapper_class
 from graphrt import current_platform as device_platform
 from graphrt.errors import UnsupportedHostError
 from graphrt.hosts.vllm._state import state
+from graphrt.hosts.vllm.trials import trials
 
 
 def step_reader() -> Callable[[], ForwardContext | None]:
@@ -50,12 +51,6 @@ def graph_options(vllm_config: Any) -> GraphOptions:
     )
 
 
-def trials() -> WrapperTrials | None:
-    """The trials of a wrapper's graphs; None unless GRAPHRT_CHECK is `first` or more, as vLLM's own
-    graphs have none."""
-    return WrapperTrials() if GraphOptions().checks("first") else None
-
-
 class _Offloading:
     """vLLM's offloader copies weights on a stream of its own, which a capture must join."""
 
@@ -73,7 +68,9 @@ def offloading() -> SegmentHooks | None:
 
 
 def check_config(vllm_config: Any) -> None:
-    """Raise `UnsupportedHostError` for what graphrt cannot serve in this configuration."""
+    """Raise `UnsupportedHostError` for what graphrt cannot serve in this configuration, which is
+    that of captures from now on."""
+    state.config = vllm_config
     if getattr(vllm_config, "use_cumem_cudagraph_pool", False) is True:
         raise UnsupportedHostError(
             "graphrt does not capture into memory that sleep mode offloads",

@@ -16,7 +16,10 @@ from typing import Any
 from graphrt.core.base.library_files import is_python_file
 from graphrt.trust.places.slots import module_globals, module_of, name_of, namespace_of
 
-_WITH_MODELS = ("demo", "testing", "attention", "hosts.transformers", "hosts.vllm")
+_WITH_MODELS = (
+    *("demo", "testing", "attention", "hosts.transformers"),
+    *("hosts.vllm.wrapper", "hosts.vllm.breakable"),
+)
 """Parts of graphrt that hold models; the others are the runtime, and no user's forward."""
 _WITHOUT_MODELS = tuple(f"hosts.transformers.{name}" for name in ("seam", "graphs", "encoders"))
 """Modules of these parts that are runtime all the same. Otherwise a walk goes from a model through
@@ -60,7 +63,8 @@ def is_library(module: str, held: dict[str, Any] | None = None) -> bool:
     root, _, rest = module.partition(".")
     if root == "graphrt":
         return rest in _WITHOUT_MODELS or not rest.startswith(_WITH_MODELS)
-    if root == "torch":
+    # vLLM's context of a step, with the step's metadata, is another object at each step.
+    if root == "torch" or module == "vllm.forward_context":
         return True
     is_python = root in sys.stdlib_module_names
     if not is_python and root not in _PACKAGES:
