@@ -348,12 +348,15 @@ def _runner(made: Modules, context: ModuleType) -> None:
             super().run_fullgraph(desc)
             return self.hidden_states[: desc.num_tokens]
 
-    class GPUModelRunner(_loading_runner()):
+    loading = _loading_runner()
+
+    class GPUModelRunner:
         """The V2 runner, of decode steps: one token of each request, whose slots in the cache and
         `prepare` of metadata are a test's."""
 
         lora_config = req_states = None
         supports_mm_inputs = False
+        reload_weights, get_model = loading.reload_weights, loading.get_model
         model_state = SimpleNamespace(prepare_inputs=lambda input_batch, req_states: {})
 
         def __init__(self, vllm_config, model, prepare):

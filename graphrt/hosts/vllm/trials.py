@@ -209,7 +209,7 @@ def _run(step: WrapperStep) -> Any:
     """An eager run of a call of the V1 runner."""
     step.put_back()
     args, kwargs = tree.copied((step._args, step._kwargs))
-    return tree.cloned(step.forward(*args, **kwargs))
+    return tree.cloned(step.wrapper.runnable(*args, **kwargs))
 
 
 def _live_tokens() -> int | None:
