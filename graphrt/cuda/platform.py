@@ -129,10 +129,16 @@ class CudaPlatform(Platform):
         self._captures.abort(graph)
 
     def reset_graphs(self, graphs: Sequence[DeviceGraph]) -> None:
+        if graphs:
+            self.synchronize()
+        self.reset_ended_graphs(graphs)
+
+    def reset_ended_graphs(self, graphs: Sequence[DeviceGraph]) -> None:
         homes = self._captures.homes_of(graphs)
         for home in homes:
             home.before_reset()
-        super().reset_graphs(graphs)
+        for graph in graphs:
+            graph.reset()
         for home in homes:
             home.after_reset()
 

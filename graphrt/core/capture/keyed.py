@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base.errors import CaptureError, CaptureSealedError, NestedCaptureError, Uncopied
-from graphrt.core.base.option_values import check_callable, check_hashable, check_kind, shown
+from graphrt.core.base.option_values import (
+    MOST,
+    check_callable,
+    check_hashable,
+    check_kind,
+    count_of,
+    shown,
+)
 from graphrt.core.batch.context import CaptureTransaction, ForwardContext
 from graphrt.core.batch.descriptor import BatchDescriptor
-from graphrt.core.batch.modes import GraphMode
+from graphrt.core.batch.modes import GraphMode, graphs_off
+from graphrt.core.capture.limit import GraphLimit, LimitKey, LimitReport
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.capture.refusals import NESTED_CAPTURE
 from graphrt.core.capture.wrapper import CallChecks, GraphWrapper, wrapper_class
@@ -21,12 +30,15 @@ from graphrt.core.replay.pool import GraphPool, in_turn
 from graphrt.core.replay.recording import is_inside_capture, under_way
 from graphrt.core.replay.tasks import UNCHANGED, WORST_CASE, Updates
 
+_NO_LIMIT = {"max_graphs": None, "graph_bytes": None}
+
 
 class KeyedGraphs(Uncopied):
     """FULL graphs of a host that has keys of its own, and dispatches by them.
 
     `graphs.capture(key, forward)` captures at once, sealed or not, and `graphs[key].replay()`
-    replays. Like `torch.cuda.CUDAGraph`, a graph reads what its forward read where it was.
+    replays; `graphs.run(key, forward)` does what a limit of graphs allows. Like
+    `torch.cuda.CUDAGraph`, a graph reads what its forward read where it was.
     """
 
     def __init__(
@@ -45,6 +57,8 @@ class KeyedGraphs(Uncopied):
             check_callable("trials", trials)
         self.pool = GraphPool() if pool is None else pool
         make, mode = wrapper_class(self.pool.platform), GraphMode.FULL
+        # Of all of them; a wrapper has one graph.
+        limited, options = options, options and options.merged(_NO_LIMIT)
         # Makes the wrapper of one graph.
         self._wrap = partial(make, runtime_mode=mode, pool=self.pool, options=options, hooks=hooks)
         # Raises now, not at the first capture, if an option is wrong.
@@ -52,8 +66,35 @@ class KeyedGraphs(Uncopied):
         self._new_trials = trials
         # key -> its graph, which may have been destroyed together with all others of the pool.
         self._graphs: dict[Hashable, KeyedGraph] = {}
+        self._limit: GraphLimit | None = None
+        if limited is not None and limited.limited:
+            self._limit = GraphLimit(limited, self.pool, partial(_keys_of, self._graphs))
 
-    def capture(self, key: Hashable, forward: Callable[[], Any]) -> KeyedGraph:
+    @property
+    def limit_report(self) -> LimitReport | None:
+        """What the graphs hold under `max_graphs` or `graph_bytes`; None without a limit."""
+        return None if self._limit is None else self._limit.report()
+
+    def run(self, key: Hashable, forward: Callable[[], Any], *, size: int | None = None) -> Any:
+        """Replay the graph of a key. Where there is none, capture it if the limit allows that now,
+        else call `forward`, the same for a key always. Raises what `capture` and `replay` do."""
+        check_callable("forward", forward)
+        check_hashable("the key of a graph", key)
+        graph = self._graphs.get(key)
+        if graph is not None and graph.alive:
+            return graph.replay()
+        if is_inside_capture() or graphs_off():
+            return forward()
+        descriptor = self._descriptor(key, size)
+        with self.pool.capture_lock:
+            admitted = self._limit is None or self._limit.admits((GraphMode.FULL, descriptor))
+        if not admitted:
+            return forward()
+        return self._capture(key, forward, descriptor, forced=False)[1]
+
+    def capture(
+        self, key: Hashable, forward: Callable[[], Any], *, size: int | None = None
+    ) -> KeyedGraph:
         """Capture `forward`, which takes no arguments: it reads and writes memory that stays.
 
         The call has the effect of one eager call of it; one before, as a warm-up, is the host's
@@ -61,9 +102,29 @@ class KeyedGraphs(Uncopied):
         the graph is there all the same. Raises `CaptureError` for a key that has a graph,
         `InvalidBatchError` for one that cannot be hashed, `PoolClosedError`, and what captures
         raise; `NestedCaptureError` inside of another capture.
+
+        Under a limit the least used graph makes room; raises `ResourceExhaustedError` where none
+        may. `size` are the rows, which tell large graphs from small ones: by default 1, and under a
+        limit the key if that is an integer.
         """
         check_callable("forward", forward)
-        descriptor = BatchDescriptor(1, variant=key)
+        return self._capture(key, forward, self._descriptor(key, size), forced=True)[0]
+
+    def _descriptor(self, key: Hashable, size: int | None) -> BatchDescriptor:
+        if size is None:
+            is_size = self._limit is not None and type(key) is int and 0 < key < MOST
+            size = cast(int, key) if is_size else 1
+        return BatchDescriptor(count_of("size", size, least=1, example=8), variant=key)
+
+    def _capture(
+        self,
+        key: Hashable,
+        forward: Callable[[], Any],
+        descriptor: BatchDescriptor,
+        *,
+        forced: bool,
+    ) -> tuple[KeyedGraph, Any]:
+        """Returns the graph, and what this call of the forward returned."""
         if is_inside_capture():
             raise NESTED_CAPTURE()
         # The device's lock, and no second one: a thread that captures, and so has the first, may
@@ -71,16 +132,23 @@ class KeyedGraphs(Uncopied):
         with self.pool.capture_lock:
             trials = None if self._new_trials is None else self._new_trials()
             wrapper = self._wrap(forward, trials=trials)
-            graph = self._captured(key, descriptor, wrapper)
+            capture = partial(self._captured, key, descriptor, wrapper)
+            if self._limit is None or graphs_off():
+                graph, outputs = capture()
+            else:
+                self._check_new(key)
+                named = GraphMode.FULL, descriptor
+                graph, outputs = self._limit.capture(named, capture, self._evict, forced=forced)
         # After the lock: `pool.on_capture` may wait for another thread that captures.
-        if not graph.is_eager:
+        if graph.alive and not graph.is_eager:
             self.pool._captured(wrapper, descriptor)
-        return graph
+        return graph, outputs
 
-    @undoing
-    def _captured(
-        self, undo: Undo, key: Hashable, descriptor: BatchDescriptor, wrapper: GraphWrapper
-    ) -> KeyedGraph:
+    def _evict(self, key: LimitKey) -> None:
+        destroy = partial(self._destroy, [key[1].variant])
+        in_turn(self.pool, "KeyedGraphs.run()", partial(self.pool.destroy_after_replays, destroy))
+
+    def _check_new(self, key: Hashable) -> None:
         self.pool.check_open()
         if key in self:
             raise CaptureError(
@@ -89,6 +157,12 @@ class KeyedGraphs(Uncopied):
                 expected="one graph for each key",
                 advice="call drop(key) before capturing it again",
             )
+
+    @undoing
+    def _captured(
+        self, undo: Undo, key: Hashable, descriptor: BatchDescriptor, wrapper: GraphWrapper
+    ) -> tuple[KeyedGraph, Any]:
+        self._check_new(key)
         transaction = CaptureTransaction(0, metadata_is_declared=True, tells_pool=False)
         context = ForwardContext(
             GraphMode.FULL, descriptor, updates=WORST_CASE, capture=transaction
@@ -98,8 +172,12 @@ class KeyedGraphs(Uncopied):
         undo.after_error(context.leave)
         with context:
             outputs = wrapper()
-        graph = self._graphs[key] = KeyedGraph(key, descriptor, wrapper, outputs)
-        return graph
+        kind = KeyedGraph if self._limit is None else CountedGraph
+        graph = kind(key, descriptor, wrapper, outputs)
+        if isinstance(graph, CountedGraph) and self._limit is not None:
+            graph.asked = self._limit.asked
+        self._graphs[key] = graph
+        return graph, outputs
 
     def replay(self, key: Hashable, updates: Updates | Any = None) -> Any:
         """`self[key].replay(updates)`; raises `KeyError` for a key without a graph."""
@@ -122,6 +200,8 @@ class KeyedGraphs(Uncopied):
         for key in list(keys):
             self._graphs[key].destroy()
             del self._graphs[key]
+        if self._limit is not None:
+            self._limit.sync()
 
     def __getitem__(self, key: Hashable) -> KeyedGraph:
         graph = self._graphs[key]
@@ -217,6 +297,20 @@ class KeyedGraph:
         """Destroy it; the caller has the pool's turn."""
         self._wrapper.destroy_graphs(None)
         self._wrapper.runnable = _destroyed
+
+
+class CountedGraph(KeyedGraph):
+    """A graph of `KeyedGraphs` under a limit: each replay is noted in `asked`."""
+
+    asked: deque[LimitKey]
+
+    def replay(self, updates: Updates | Any = None) -> Any:
+        self.asked.append((GraphMode.FULL, self.descriptor))
+        return super().replay(updates)
+
+
+def _keys_of(graphs: Mapping[Hashable, KeyedGraph]) -> list[LimitKey]:
+    return [(GraphMode.FULL, each.descriptor) for each in list(graphs.values()) if each.alive]
 
 
 def _destroyed() -> NoReturn:

@@ -37,6 +37,10 @@ class GraphOptions:
     - `breaks` (none): operators, "ns::op" or "ns::op.overload", at which breakable capture breaks,
       and which may not be captured in a PIECEWISE step at all.
     - `lazy` (False): capture a graph at the first step that asks for it, until `seal()`.
+    - `max_graphs` (None), `graph_bytes` (None): the most graphs that a runner, a lazy wrapper or
+      `KeyedGraphs` has, and the most bytes that these take, executables included. Lazily the least
+      used graph makes room; `capture()` leaves out what does not fit.
+      See `docs/how-to/memory.md`. Not together with `strict`.
     - `strict` (False): raise where a step would run eagerly after `capture()` or `seal()` though it
       should have a graph, and where the mode, or what is captured, is less than was asked for.
       Before that steps are eager all the same.
@@ -71,9 +75,23 @@ class GraphOptions:
     max_padding: float | None = None
     state_limit_bytes: int | None = None
     inputs_in_graph: bool = True
+    max_graphs: int | None = None
+    graph_bytes: int | None = None
 
     def __post_init__(self) -> None:
         option_values.check_fields(self, _CHECKS)
+        if self.strict and self.limited:
+            raise InvalidOptionError(
+                "under a limit of graphs some steps run eagerly, and strict allows none",
+                got=f"strict=True, max_graphs={self.max_graphs}, graph_bytes={self.graph_bytes}",
+                expected="one of the two",
+                advice="leave strict out; the reasons of a report count eager steps",
+            )
+
+    @property
+    def limited(self) -> bool:
+        """Whether there is a limit of graphs."""
+        return self.max_graphs is not None or self.graph_bytes is not None
 
     @classmethod
     def from_dict(cls, options: Mapping[str, object]) -> GraphOptions:
@@ -138,6 +156,8 @@ _CHECKS: dict[str, option_values.Check] = {
     "max_padding": option_values.optional(option_values.padding_ratio),
     "state_limit_bytes": option_values.optional(option_values.whole(0, _LEAST_STATE)),
     "inputs_in_graph": option_values.flag,
+    "max_graphs": option_values.optional(option_values.whole(1, 64)),
+    "graph_bytes": option_values.optional(option_values.whole(1, 1 << 30)),
 }
 
 

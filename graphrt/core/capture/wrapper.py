@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
@@ -14,6 +14,7 @@ from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.batch.context import ForwardContext, current_context
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode, graphs_off
+from graphrt.core.capture.limit import GraphLimit, LimitKey, LimitReport
 from graphrt.core.capture.options import GraphOptions, Sealing
 from graphrt.core.capture.recorder import Bridges, Recorder
 from graphrt.core.device.contract import DeviceGraph
@@ -147,6 +148,16 @@ class WrapperGraphs:
             self.bridges.clear()
 
 
+class CountedGraphs(WrapperGraphs):
+    """What a wrapper under a limit has captured: each replay is noted in `asked`."""
+
+    asked: deque[LimitKey]
+
+    def replay(self, entry: Entry, context: ForwardContext) -> Any:
+        self.asked.append((context.mode, entry.descriptor))
+        return super().replay(entry, context)
+
+
 class GraphWrapper(errors.Uncopied):
     """Wraps `runnable` so that steps of `runtime_mode` capture and replay it.
 
@@ -203,7 +214,21 @@ class GraphWrapper(errors.Uncopied):
         self.pool = GraphPool(self.platform_name) if pool is None else pool
         self.options = options or GraphOptions()
         mode = None if graphs_off() else self.runtime_mode
-        self._graphs = WrapperGraphs(mode, self.pool, self.options, read_context, trials)
+        kind = CountedGraphs if self.options.limited else WrapperGraphs
+        self._graphs = kind(mode, self.pool, self.options, read_context, trials)
+        self._limit: GraphLimit | None = None
+        if isinstance(self._graphs, CountedGraphs):
+            if not self.options.lazy:
+                raise errors.InvalidOptionError(
+                    "a limit of graphs is for a wrapper that captures lazily: others capture "
+                    "what their host asks for",
+                    got="lazy=False",
+                    expected="lazy=True beside max_graphs or graph_bytes",
+                    advice="GraphOptions(lazy=True, max_graphs=...)",
+                )
+            held = partial(_keys_of, self.runtime_mode, self._graphs.entries)
+            self._limit = GraphLimit(self.options, self.pool, held)
+            self._graphs.asked = self._limit.asked
         # Makes the recorder of one capture.
         self._new_recorder = partial(
             Recorder,
@@ -323,6 +348,11 @@ class GraphWrapper(errors.Uncopied):
             self._eager_calls[Reason.MISSING_GRAPH] += 1
             return _EAGERLY
         allowed = transaction is not None or self._sealing.may_capture
+        limit = None if transaction is not None else self._limit
+        if allowed and limit is not None and context.descriptor is not None:
+            # Behind a replay of its step nothing is captured: a piece waits for one that captures.
+            is_first = context.token is None or self.pool.pieces.replaying is not context.token
+            allowed = limit.admits((context.mode, context.descriptor)) and is_first
         if context.descriptor is None or not allowed:
             self._eager_calls[self._sealing.miss(context, graphs.entries)] += 1
             self._miss(context)
@@ -332,7 +362,17 @@ class GraphWrapper(errors.Uncopied):
         recorder = self._new_recorder(
             self.pool, graphs.bridges, context, (args, kwargs), owned=self._owner_served
         )
-        entry, result = self._record(recorder, args, kwargs)
+        record = partial(self._record, recorder, args, kwargs)
+        if limit is None:
+            entry, result = record()
+        else:
+            assert context.descriptor is not None
+            # Before a graph goes whose memory they may be.
+            self.pool.pieces.check_held((args, kwargs), context)
+            key = context.mode, context.descriptor
+            entry, result = limit.capture(key, record, self._evict)
+            if context.descriptor not in graphs.entries:  # it was too large
+                return result
         entry.unchecked = graphs.checks
         if graphs.trials is not None:
             graphs.trials.captured(self, entry.descriptor)
@@ -381,6 +421,9 @@ class GraphWrapper(errors.Uncopied):
             pool.pieces.captured(self, context)
         return entry, result
 
+    def _evict(self, key: LimitKey) -> None:
+        self.pool.destroy_after_replays(partial(self.destroy_graphs, key[1]))
+
     def _tell_pool(self, context: ForwardContext) -> None:
         """Count a capture in the pool, unless the maker of the transaction does."""
         if context.capture is None or context.capture.tells_pool:
@@ -399,6 +442,11 @@ class GraphWrapper(errors.Uncopied):
     def entries(self) -> Mapping[BatchDescriptor, Entry]:
         """What is captured, by descriptor; a read-only view."""
         return MappingProxyType(self._graphs.entries)
+
+    @property
+    def limit_report(self) -> LimitReport | None:
+        """What the graphs hold under `max_graphs` or `graph_bytes`; None without a limit."""
+        return None if self._limit is None else self._limit.report()
 
     @property
     def sealed(self) -> bool:
@@ -459,6 +507,8 @@ class GraphWrapper(errors.Uncopied):
                 advice="call clear_graphs() before; what is captured next lies in the new pool",
             )
         self.pool.holders.remove(self)
+        if self._limit is not None:
+            self._limit.move_to(pool)
         self._graphs.pool = self.pool = pool
         pool.holders.add(self)
 
@@ -483,6 +533,12 @@ class GraphWrapper(errors.Uncopied):
         if graphs.trials is not None:
             graphs.trials.dropped(descriptor)
         graphs.clear_buffers()
+        if self._limit is not None:
+            self._limit.sync()
+
+
+def _keys_of(mode: GraphMode, entries: Mapping[BatchDescriptor, Entry]) -> list[LimitKey]:
+    return [(mode, descriptor) for descriptor in entries]
 
 
 def wrapper_class(platform: Platform | str | None) -> type[GraphWrapper]:

@@ -146,6 +146,11 @@ class Platform(ABC):
         for graph in graphs:
             graph.reset()
 
+    def reset_ended_graphs(self, graphs: Sequence[DeviceGraph]) -> None:
+        """As `reset_graphs`, of graphs whose last replay has ended, so that there is nothing to
+        wait for. The default waits all the same."""
+        self.reset_graphs(graphs)
+
     def update_figures(self, memory: Any) -> UpdateFigures | None:
         """How tasks of graphs in `memory` were updated; None where that is not counted, or there
         are none."""

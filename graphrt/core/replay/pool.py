@@ -27,6 +27,7 @@ from graphrt.core.device.platform import Platform, capture_lock, device_of
 from graphrt.core.device.registry import resolve_platform
 from graphrt.core.replay.handout import HandedOut, expire
 from graphrt.core.replay.recording import freeze_garbage
+from graphrt.core.replay.size_classes import SizeClasses
 
 T = TypeVar("T")
 
@@ -388,6 +389,10 @@ class GraphPool(errors.Uncopied):
         self.owner: object | None = None
         self.pieces = PieceSteps()
         self.holders = PoolHolders()
+        # Memories beside `memory`, of graphs under a limit.
+        self.classes = SizeClasses(self.platform)
+        # Whether the graphs that are destroyed now have ended: see `after_last_replay`.
+        self._has_ended = False
         self.captures = 0
         self.on_capture: OnCapture | None = None
         # Without it an output could be read after the pool has freed its memory.
@@ -539,7 +544,43 @@ class GraphPool(errors.Uncopied):
             self._expire_outputs()
             # It may synchronise the device, which would break a capture that is open.
             with self.capture_lock, self.on_device():
-                self.platform.reset_graphs(graphs)
+                reset = self.platform.reset_graphs
+                (self.platform.reset_ended_graphs if self._has_ended else reset)(graphs)
+
+    def destroy_after_replays(self, destroy: Callable[[], object]) -> None:
+        """Call `destroy`, in a turn of the pool, once the last replay of its graphs has ended: the
+        host waits for an event behind it where the platform has one, and not for the device."""
+        event = self.platform.new_event()
+        try:
+            if event is not None and self.streams.read_id is not None:
+                with self.on_device():
+                    event.record(self.streams.follow())
+                    event.synchronize()
+                self._has_ended = True
+            destroy()
+            self._has_ended = False
+        except BaseException:  # in place of `@undoing`: it calls nothing
+            self._has_ended = False
+            raise
+
+    # Memory by size -------------------------------------------------------------------------------
+
+    @property
+    def memory_in_use(self) -> tuple[Any, Any]:
+        """The memory that captures go into now, and the stream they are made on."""
+        return self.memory, self.streams.for_captures
+
+    def use_memory(self, memory: Any, stream: Any) -> None:
+        """Capture into this memory, on this stream, from now on."""
+        self.memory, self.streams.for_captures = memory, stream
+
+    def keep_classes(self, user: object, classes: set[int]) -> None:
+        """Note in which of `classes` a user has graphs; gives the memory of unused ones back."""
+        unused = self.classes.keep(user, classes)
+        if unused:
+            with self.capture_lock, self.on_device():
+                for memory in unused:
+                    self.platform.release_memory(memory)
 
     def _owns(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` is memory of the pool; never for a sparse one, which has several."""
@@ -548,7 +589,13 @@ class GraphPool(errors.Uncopied):
 
     def bytes(self) -> int | None:
         """Bytes the pool holds from the device, where that can be told."""
-        return None if self.closed else self.platform.memory_bytes(self.memory)
+        if self.closed:
+            return None
+        # Of a capture into a class it is in use, and counted once.
+        memories = {id(each): each for each in (self.memory, *self.classes.memories())}
+        held = [self.platform.memory_bytes(each) for each in memories.values()]
+        known = [each for each in held if each is not None]
+        return sum(known) if len(known) == len(held) else None
 
     def update_figures(self) -> UpdateFigures | None:
         """How tasks were updated; None where that is not counted, or there are none."""
@@ -569,6 +616,8 @@ class GraphPool(errors.Uncopied):
         self.closed = True
         self._leave_step(None)
         with self.capture_lock, self.on_device():
+            for memory in self.classes.keep_none():
+                self.platform.release_memory(memory)
             self.platform.release_memory(self.memory)
         # A stream that was lent to this pool can then go to another one.
         self.streams.for_captures = None

@@ -1,0 +1,406 @@
+"""Graphs under `max_graphs=` and `graph_bytes=`: which one is captured, and which one goes."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graphrt import (
+    BatchDescriptor,
+    GraphMode,
+    GraphOptions,
+    GraphPool,
+    GraphWrapper,
+    KeyedGraphs,
+    Reason,
+    forward_context,
+)
+from graphrt.core.capture import limit as limits
+from graphrt.errors import CaptureSealedError, InvalidOptionError, ResourceExhaustedError
+from tests.draws import MORE
+
+FULL, PIECEWISE = GraphMode.FULL, GraphMode.PIECEWISE
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+WIDTH = 64
+
+
+class Aborted(Exception):
+    """What a step that its host aborts raises."""
+
+
+class Forward:
+    """A forward over inputs of each size, which stay where they are; it may fail in a capture."""
+
+    def __init__(self, device: str) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.weight = torch.randn(WIDTH, WIDTH, generator=generator).to(device)
+        self.inputs: dict[int, torch.Tensor] = {}
+        self.device, self.fails = device, False
+
+    def input_of(self, size: int) -> torch.Tensor:
+        if size not in self.inputs:
+            self.inputs[size] = torch.randn(size, WIDTH).to(self.device)
+        return self.inputs[size]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.relu(x @ self.weight)
+        if self.fails:
+            raise Aborted
+        return y @ self.weight
+
+
+Step = Callable[[int], Any]
+
+
+def wrapped(
+    forward: Forward, mode: GraphMode = FULL, pool: GraphPool | None = None, **limit: int
+) -> tuple[GraphWrapper, Step]:
+    """A lazy wrapper under a limit, and a step of a size by it."""
+    wrapper = GraphWrapper(
+        forward,
+        mode,
+        pool=pool or GraphPool(forward.device),
+        options=GraphOptions(lazy=True, **limit),
+        breakable=mode is PIECEWISE,
+    )
+
+    def step(size: int) -> Any:
+        with forward_context(mode, BatchDescriptor(size)):
+            return wrapper(forward.input_of(size))
+
+    return wrapper, step
+
+
+def keyed(forward: Forward, **limit: int) -> tuple[KeyedGraphs, Step]:
+    """Graphs by size under a limit, and a step of a size."""
+    graphs = KeyedGraphs(GraphPool(forward.device), options=GraphOptions(**limit))
+    return graphs, lambda size: graphs.run(size, lambda: forward(forward.input_of(size)))
+
+
+def sizes_of(owner: GraphWrapper | KeyedGraphs) -> list[int]:
+    """The sizes that have a graph."""
+    if isinstance(owner, KeyedGraphs):
+        return sorted(owner)
+    return sorted(descriptor.num_tokens for descriptor in owner.entries)
+
+
+USUAL = limits.PACE, limits.REST
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short rests, so that few steps show what happens."""
+    monkeypatch.setattr(limits, "PACE", 1)
+    monkeypatch.setattr(limits, "REST", 1)
+
+
+@pytest.fixture
+def paced(soon: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rests that users have."""
+    monkeypatch.setattr(limits, "PACE", USUAL[0])
+    monkeypatch.setattr(limits, "REST", USUAL[1])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.usefixtures("paced")
+@pytest.mark.parametrize("make", [wrapped, keyed])
+@pytest.mark.parametrize("limit", [{"max_graphs": 20}, {"graph_bytes": 700 << 10}], ids=str)
+def test_300_sizes_under_a_limit_are_right_and_their_memory_stays_level(
+    device: str, make: Any, limit: dict[str, int], caplog: pytest.LogCaptureFixture
+):
+    caplog.set_level(logging.INFO, logger="graphrt")
+    forward, draw = Forward(device), random.Random(0)
+    if device != "cpu" and "graph_bytes" in limit:
+        limit = {"graph_bytes": 24 << 20}  # memory comes in larger pieces
+    owner, step = make(forward, **limit)
+    held, captures = [], []
+    for number in range(2000):
+        size = draw.randint(1, 300)
+        assert torch.equal(step(size), forward(forward.input_of(size)))
+        if number % 250 == 249:
+            held.append(owner.pool.bytes())
+            captures.append(owner.limit_report.captures)
+    report = owner.limit_report
+    assert max(held[2:]) <= 1.3 * max(held[:2])
+    assert report.evictions
+    if "max_graphs" in limit:
+        assert report.graphs <= 20
+        assert max(after - before for before, after in itertools.pairwise(captures)) <= 250 / 50
+        lines = [record.message for record in caplog.records if "evicted" in record.message]
+        assert len(lines) == report.evictions
+        assert "asked for in" in lines[0] and "graphs of 20" in lines[0]
+    else:
+        taken = report.pool_bytes + (report.executable_bytes or 0)
+        assert taken <= limit["graph_bytes"]
+
+
+@pytest.mark.parametrize("make", [wrapped, keyed])
+def test_the_least_used_graph_makes_room_for_a_batch_that_missed_three_times(make: Any):
+    owner, step = make(Forward("cpu"), max_graphs=3)
+    for size in [9, 4, 4, 4, 4, 5, 5]:
+        step(size)
+    for _ in range(limits.MISSES - 1):
+        step(6)
+        assert sizes_of(owner) == [4, 5, 9]
+    step(6)
+    assert sizes_of(owner) == [4, 6, 9]
+
+
+@pytest.mark.parametrize("make", [wrapped, keyed])
+def test_a_graph_that_is_used_as_much_as_another_was_missed_stays(make: Any):
+    owner, step = make(Forward("cpu"), max_graphs=2)
+    for size in [9, 4, 4, 4, 4, 6, 6, 6, 6]:
+        step(size)
+    assert sizes_of(owner) == [4, 9]
+    step(6)
+    assert sizes_of(owner) == [6, 9]
+
+
+@pytest.mark.parametrize("make", [wrapped, keyed])
+def test_the_largest_graph_stays_however_little_it_is_used(make: Any):
+    owner, step = make(Forward("cpu"), max_graphs=2)
+    for size in [9, *[3] * 5, *[4] * 6, *[5] * 7, *[6] * 8]:
+        step(size)
+    assert sizes_of(owner) == [6, 9]
+    for size in [10] * 9:
+        step(size)
+    assert 10 in sizes_of(owner) and len(sizes_of(owner)) == 2
+
+
+@pytest.mark.parametrize("make", [wrapped, keyed])
+def test_uses_before_the_last_steps_do_not_count(make: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(limits, "WINDOW", 12)
+    owner, step = make(Forward("cpu"), max_graphs=3)
+    for size in [9, *[4] * 50, *[5] * 12, *[6] * 4]:
+        step(size)
+    assert sizes_of(owner) == [5, 6, 9]
+
+
+@pytest.mark.parametrize("make", [wrapped, keyed])
+def test_an_evicted_graph_rests_although_its_batch_misses(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(limits, "REST", 30)
+    owner, step = make(Forward("cpu"), max_graphs=2)
+    for size in [9, 4, *[5] * 3]:
+        step(size)
+    assert sizes_of(owner) == [5, 9]
+    for _ in range(29):
+        step(4)
+        assert sizes_of(owner) == [5, 9]
+    step(4)
+    assert sizes_of(owner) == [4, 9]
+
+
+@pytest.mark.parametrize("make", [wrapped, keyed])
+def test_a_full_owner_captures_once_in_so_many_steps(make: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(limits, "PACE", 40)
+    owner, step = make(Forward("cpu"), max_graphs=2)
+    for size in [9, 4, *[5] * 3]:
+        step(size)
+    assert sizes_of(owner) == [5, 9]
+    for _ in range(39):
+        step(6)
+        assert sizes_of(owner) == [5, 9]
+    step(6)
+    assert sizes_of(owner) == [6, 9]
+
+
+def test_a_size_class_without_graphs_gives_its_memory_back():
+    forward = Forward("cpu")
+    wrapper, step = wrapped(forward, max_graphs=3)
+    for size in [2000, 2, 3]:
+        step(size)
+    both = wrapper.pool.bytes()
+    wrapper.drop(BatchDescriptor(2000))
+    assert 0 < wrapper.pool.bytes() < both
+    wrapper.clear_graphs()
+    assert wrapper.pool.bytes() == 0
+    step(3)
+    assert wrapper.pool.bytes() > 0
+
+
+def test_the_evicted_graph_of_a_size_class_gives_its_memory_back():
+    wrapper, step = wrapped(Forward("cpu"), max_graphs=2)
+    for size in [2000, 1000]:
+        step(size)
+    both = wrapper.pool.bytes()
+    for _ in range(limits.MISSES):
+        step(3)
+    assert sizes_of(wrapper) == [3, 2000]
+    assert wrapper.pool.bytes() < both - (1000 * WIDTH * 4)
+
+
+def test_a_pool_has_at_most_four_memories_by_size():
+    wrapper, step = wrapped(Forward("cpu"), max_graphs=64)
+    for size in [1, 2, 4, 8, 16, 32, 64, 128, 256]:
+        step(size)
+    assert len(wrapper.pool.classes.memories()) == 4
+
+
+@pytest.mark.parametrize("make", [wrapped, keyed])
+def test_the_graph_with_the_fewest_uses_for_each_byte_that_it_frees_goes(make: Any):
+    forward = Forward("cpu")
+    owner, step = make(forward, graph_bytes=6 << 20)
+    for size in [4000, *[1000] * 9, *[1001] * 9, *[2] * 4]:
+        step(size)
+    assert sizes_of(owner) == [2, 1000, 1001, 4000]
+    for _ in range(12):
+        step(3)
+    # Nothing is freed by one of 1000 and 1001 alone.
+    assert sizes_of(owner) == [2, 3, 1000, 1001, 4000]
+    held = owner.pool.bytes()
+    for _ in range(limits.MISSES + 20):
+        step(2100)
+    assert owner.pool.bytes() <= 6 << 20
+    assert held <= 6 << 20 and 4000 in sizes_of(owner)
+
+
+@pytest.mark.parametrize("make", [wrapped, keyed])
+def test_bytes_below_the_first_graph_are_an_error_at_the_first_step(make: Any):
+    owner, step = make(Forward("cpu"), graph_bytes=1000)
+    with pytest.raises(ResourceExhaustedError, match=r"it takes 256.0 KiB"):
+        step(4)
+    assert owner.pool.bytes() == 0 and sizes_of(owner) == []
+    assert step(4).shape == (4, WIDTH)  # eagerly: it is not captured again
+
+
+@pytest.mark.parametrize("make", [wrapped, keyed])
+def test_a_later_graph_that_alone_is_too_large_runs_eagerly_and_evicts_nobody(make: Any):
+    forward = Forward("cpu")
+    owner, step = make(forward, graph_bytes=1 << 20)
+    step(4)
+    for _ in range(5):
+        assert torch.equal(step(9000), forward(forward.input_of(9000)))
+    assert sizes_of(owner) == [4]
+    assert owner.limit_report.captures == 2 and owner.limit_report.evictions == 1
+    assert owner.pool.bytes() <= 1 << 20
+
+
+def test_a_destroyed_keyed_graph_is_replayed_never_again():
+    graphs, step = keyed(Forward("cpu"), max_graphs=2)
+    for size in [9, 4]:
+        step(size)
+    kept = graphs[4]
+    for _ in range(limits.MISSES):
+        step(5)
+    with pytest.raises(CaptureSealedError, match="destroyed"):
+        kept.replay()
+
+
+def test_a_key_that_its_host_captures_takes_a_place_at_once():
+    forward = Forward("cpu")
+    graphs, step = keyed(forward, max_graphs=2)
+    for size in [9, 4, 4]:
+        step(size)
+    graphs.capture(5, lambda: forward(forward.input_of(5)))
+    assert sorted(graphs) == [5, 9]
+    lone = KeyedGraphs(GraphPool("cpu"), options=GraphOptions(max_graphs=1))
+    lone.capture(9, lambda: forward(forward.input_of(9)))
+    with pytest.raises(ResourceExhaustedError, match="no other graph may make room"):
+        lone.capture(4, lambda: forward(forward.input_of(4)))
+    assert sorted(lone) == [9]
+
+
+def test_keys_without_a_size_have_no_largest_graph():
+    forward = Forward("cpu")
+    graphs = KeyedGraphs(GraphPool("cpu"), options=GraphOptions(max_graphs=1))
+    for key in ["a", "b"]:
+        graphs.capture(key, lambda: forward(forward.input_of(4)))
+    assert list(graphs) == ["b"]
+
+
+@pytest.mark.parametrize("mode", [FULL, PIECEWISE])
+def test_a_miss_under_a_limit_is_counted_as_one_of_its_dispatcher(mode: GraphMode):
+    forward = Forward("cpu")
+    wrapper, step = wrapped(forward, mode, max_graphs=1)
+    for size in [9, 4, 4]:
+        step(size)
+    assert wrapper.eager_calls[Reason.MISSING_GRAPH] == 2
+    assert wrapper.limit_report is not None and wrapper.limit_report.graphs == 1
+
+
+def test_pieces_of_one_step_come_and_go_together():
+    pool, first, second = GraphPool("cpu"), Forward("cpu"), Forward("cpu")
+    options = GraphOptions(lazy=True, max_graphs=3)
+    pieces = [GraphWrapper(each, PIECEWISE, pool=pool, options=options) for each in (first, second)]
+    middle: dict[int, torch.Tensor] = {}
+    draw = random.Random(0)
+    for _ in range(600):
+        size = draw.randint(1, 8)
+        x = first.input_of(size)
+        between = middle.setdefault(size, torch.zeros(size, WIDTH))
+        with forward_context(PIECEWISE, BatchDescriptor(size)):
+            between.copy_(pieces[0](x))
+            out = pieces[1](between)
+        assert torch.equal(out, second(first(x)))
+        assert sizes_of(pieces[0]) == sizes_of(pieces[1])
+    assert pieces[0].limit_report.evictions > 3
+
+
+def test_a_limit_and_strict_or_a_wrapper_that_is_not_lazy_are_refused():
+    with pytest.raises(InvalidOptionError, match="strict"):
+        GraphOptions(strict=True, max_graphs=2)
+    with pytest.raises(InvalidOptionError, match="lazily"):
+        GraphWrapper(Forward("cpu"), FULL, options=GraphOptions(max_graphs=2))
+    with pytest.raises(InvalidOptionError, match="max_graphs"):
+        GraphOptions(max_graphs=0)
+
+
+ACTIONS = st.one_of(
+    st.tuples(st.sampled_from(["full", "piecewise", "keyed"]), st.integers(1, 9)),
+    st.tuples(st.just("abort"), st.integers(1, 9)),
+    st.tuples(st.sampled_from(["drop", "clear"]), st.integers(1, 9)),
+)
+
+
+@pytest.mark.draws
+@pytest.mark.parametrize("device", DEVICES)
+@settings(max_examples=40 * MORE, deadline=None)
+@given(
+    actions=st.lists(ACTIONS, min_size=10, max_size=120),
+    limit=st.sampled_from([{"max_graphs": 3}, {"graph_bytes": 800 << 10}, {"max_graphs": 1}]),
+)
+def test_random_schedules_with_aborts_equal_eager_and_keep_the_largest(
+    device: str, actions: list[tuple[str, int]], limit: dict[str, int]
+):
+    forward = Forward(device)
+    pool = GraphPool(device)
+    if device != "cpu" and "graph_bytes" in limit:
+        limit = {"graph_bytes": 64 << 20}
+    owners: dict[str, Any] = {
+        "full": wrapped(forward, FULL, pool, **limit),
+        "piecewise": wrapped(forward, PIECEWISE, pool, **limit),
+        "keyed": keyed(forward, **limit),
+    }
+    largest = dict.fromkeys(owners, 0)
+    for action, size in actions:
+        if action == "drop":
+            owners["full"][0].drop(BatchDescriptor(size))
+            owners["keyed"][0].drop(size)
+            for name in ("full", "keyed"):
+                largest[name] = max(sizes_of(owners[name][0]), default=0)
+        elif action == "clear":
+            pool.clear_graphs()
+            largest |= {"full": 0, "piecewise": 0}
+        for name, (owner, step) in owners.items():
+            if action == "abort":
+                forward.fails = True
+                with contextlib.suppress(Aborted):
+                    step(size)
+                forward.fails = False
+            elif action == name:
+                assert torch.equal(step(size), forward(forward.input_of(size)))
+            held = sizes_of(owner)
+            assert len(held) <= limit.get("max_graphs", 99)
+            assert max(held, default=0) >= largest[name]
+            largest[name] = max(held, default=0)
