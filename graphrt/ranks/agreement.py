@@ -132,6 +132,7 @@ class Agreement:
             "check": [str(setup.options.check)],
             "outputs": [str(setup.options.outputs)],
             "lazy": [str(setup.options.lazy)],
+            "limit": [f"max_graphs={setup.options.max_graphs}"],
         }
 
     # Votes ---------------------------------------------------------------------------------------

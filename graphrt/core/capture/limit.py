@@ -20,6 +20,7 @@ from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.replay.pool import GraphPool
+from graphrt.core.replay.size_classes import POOL
 
 T = TypeVar("T")
 LimitKey = tuple[GraphMode, BatchDescriptor]
@@ -66,8 +67,8 @@ class LimitReport:
         return text + f"{counted(self.captures, 'capture')}, {self.evictions} evicted"
 
     def to_dict(self) -> dict[str, Any]:
-        """Only JSON types."""
-        return asdict(self)
+        """Only JSON types; `line` is all of it as text."""
+        return {**asdict(self), "line": str(self)}
 
 
 @dataclass(frozen=True)
@@ -84,23 +85,30 @@ class GraphLimit:
 
     Not full, it captures what is missed. Full, the graph that a batch has missed `MISSES` times
     takes the place of the least used ones for each byte that their end frees, if these are used
-    less. The largest graph of a mode stays. Time is counted in steps, so that the pieces of a step,
-    whose wrappers have a limit each, decide alike.
+    less. The largest graph of a mode stays, and those that are always there. Time is counted in
+    steps, so that the pieces of a step, whose wrappers have a limit each, decide alike.
     """
 
     def __init__(
-        self, options: GraphOptions, pool: GraphPool, held: Callable[[], Iterable[LimitKey]]
+        self,
+        options: GraphOptions,
+        pool: GraphPool,
+        held: Callable[[], Iterable[LimitKey]],
+        always: frozenset[LimitKey] = frozenset(),
     ) -> None:
-        """`held` returns the graphs that exist, the oldest first; it must not keep the owner.
+        """`held` returns the graphs that exist, the oldest first; it must not keep the owner. The
+        graphs of `always` are captured when they are missed, and stay.
         Raises `InvalidOptionError` where the bytes of a pool cannot be told."""
         self.max_graphs, self.graph_bytes = options.max_graphs, options.graph_bytes
         # The graphs of the steps since `_count`: that which was replayed, or was missing.
         self.asked: deque[LimitKey] = deque(maxlen=WINDOW)
-        self._held = held
+        self._held, self._always = held, always
         # Those of the last `WINDOW` steps, and how often each is among them.
         self._window: deque[LimitKey] = deque()
         self._uses = Counter[LimitKey]()
         self._homes: dict[LimitKey, _Home] = {}
+        # The class of the capture that is under way.
+        self._captured_into: set[int] = set()
         # Misses of graphs since they were there last, and when those that are gone were evicted.
         self._missed = Counter[LimitKey]()
         self._evicted: dict[LimitKey, int] = {}
@@ -132,7 +140,7 @@ class GraphLimit:
         missed, now, evicted = self._missed[key], self._now(), self._evicted.get(key)
         if evicted is not None and (missed < MISSES or now - evicted < REST):
             return False
-        if not self._is_full():
+        if key in self._always or not self._is_full():
             return True
         if missed < MISSES or now - self._last_swap < PACE:
             return False
@@ -152,15 +160,20 @@ class GraphLimit:
         They go after it, so that a capture that fails takes nobody's place. A `forced` capture is
         not weighed against their use.
 
-        Raises `ResourceExhaustedError` if none of them may go, and if the very first graph, or a
-        forced one, takes more bytes than all may. Another one that does is evicted at once, and
-        not captured again.
+        Raises `ResourceExhaustedError` if none of them may go, and `InvalidOptionError` if the very
+        first graph, or a forced one, takes more bytes than all may. Another one that does is
+        evicted at once, and not captured again.
         """
         self.sync()
         self._count()
-        victims = self._victims(key, forced=forced)
+        victims = self._victims(key, forced=forced or key in self._always)
         if victims is None:
-            raise self._refusal(key, "no other graph may make room")
+            raise ResourceExhaustedError(
+                "the limit of graphs is reached, and no other graph may make room",
+                got=_name(key),
+                expected=f"a graph that fits beside the largest of each mode: {self.report()}",
+                advice="raise max_graphs or graph_bytes",
+            )
         if victims or self._is_full():
             self._last_swap = self._now()
         size_class = self._pool.classes.of(key[1].num_tokens)
@@ -185,11 +198,41 @@ class GraphLimit:
     def _in_memory_of(self, undo: Undo, size_class: int, capture: Callable[[], T]) -> T:
         pool = self._pool
         undo.later(partial(pool.use_memory, *pool.memory_in_use))
-        used = {size_class, *(home.size_class for home in self._homes.values())}
+        undo.later(self._captured_into.clear)
+        # Before it has a graph: others would give it back.
+        self._captured_into.add(size_class)
+        self.sync()
         with pool.on_device():
-            pool.keep_classes(self, used)
             pool.use_memory(*pool.classes.memory(size_class))
         return capture()
+
+    def within(
+        self, key: LimitKey, capture: Callable[[], object], evict: Callable[[LimitKey], object]
+    ) -> str | None:
+        """As `capture`, into the pool's own memory, for a session that captures graph after graph,
+        the most valuable first. Of what graphs share there only executables would come back, so
+        none makes room. Returns why this one was left out, None for one that was captured.
+
+        Raises `InvalidOptionError` if the first graph takes more bytes than all may.
+        """
+        self.sync()
+        if self._lacks_room(self._homes):
+            return f"{self.report()}"
+        before = self._driver_bytes()
+        capture()
+        if key not in set(self._held()):
+            return None  # the device had no room for it
+        took = _growth(before, self._driver_bytes())
+        self._homes[key] = _Home(POOL, took, took or 0)
+        self._captures += 1
+        held, is_first = self._bytes(self._homes), len(self._homes) == 1
+        if self.graph_bytes is None or held <= self.graph_bytes:
+            return None
+        evict(key)
+        self.sync()
+        if is_first:
+            raise self._too_small(key, held)
+        return f"{size_text(held)} with it, of {size_text(self.graph_bytes)}"
 
     def _fit(self, key: LimitKey, evict: Callable[[LimitKey], object], forced: bool) -> None:
         """Evict what is too much, now that this graph was measured."""
@@ -199,7 +242,7 @@ class GraphLimit:
         while self._bytes(self._homes) > limit:
             self._last_swap = self._now()
             alone = home.took_bytes > limit or len(self._homes) == 1
-            stays = set() if alone else _largest(self._homes) | ({key} if forced else set())
+            stays = set() if alone else self._staying(self._homes) | ({key} if forced else set())
             others = [each for each in self._homes if each not in stays]
             victim = key if alone or not others else self._least_used(others, self._homes)
             is_first = self._captures == 1
@@ -207,8 +250,8 @@ class GraphLimit:
             if victim == key:
                 if alone:
                     self._evicted[key] = _NEVER_AGAIN
-                if forced or (alone and is_first):
-                    raise self._refusal(key, f"it takes {size_text(home.took_bytes)}")
+                if alone and (forced or is_first):
+                    raise self._too_small(key, home.took_bytes)
                 return
 
     # The decision ---------------------------------------------------------------------------------
@@ -221,16 +264,20 @@ class GraphLimit:
         most = max((home.took_bytes for home in homes.values()), default=0)
         return self.graph_bytes is not None and self._bytes(homes) + most > self.graph_bytes
 
+    def _lacks_room(self, homes: Mapping[LimitKey, _Home]) -> bool:
+        """Whether another graph is too much beside these. Its tensors are not known before they are
+        measured; its executables take as much as the largest."""
+        if self.max_graphs is not None and len(homes) >= self.max_graphs:
+            return True
+        most = max((home.executable_bytes or 0 for home in homes.values()), default=0)
+        return self.graph_bytes is not None and self._bytes(homes) + most > self.graph_bytes
+
     def _victims(self, key: LimitKey, *, forced: bool = False) -> list[LimitKey] | None:
         """The graphs that make room for this one, in their order; None if those that may go are too
         few, or are used as much as this one, unless it is `forced`."""
         homes = dict(self._homes)
-        stays, victims = _largest([*homes, key]), []
-        # As much as is known: what its tensors take is measured, see `_fit`.
-        least = max((home.executable_bytes or 0 for home in homes.values()), default=0)
-        while (self.max_graphs is not None and len(homes) >= self.max_graphs) or (
-            self.graph_bytes is not None and self._bytes(homes) + least > self.graph_bytes
-        ):
+        stays, victims = self._staying([*homes, key]), []
+        while self._lacks_room(homes):
             others = [each for each in homes if each not in stays]
             if not others:
                 return None
@@ -240,6 +287,9 @@ class GraphLimit:
             victims.append(victim)
             del homes[victim]
         return victims
+
+    def _staying(self, keys: Iterable[LimitKey]) -> set[LimitKey]:
+        return _largest(keys) | self._always
 
     def _least_used(self, keys: Iterable[LimitKey], homes: Mapping[LimitKey, _Home]) -> LimitKey:
         """The graph with the fewest uses for each byte that its end alone frees."""
@@ -271,12 +321,12 @@ class GraphLimit:
             self.report(),
         )
 
-    def _refusal(self, key: LimitKey, why: str) -> ResourceExhaustedError:
-        return ResourceExhaustedError(
-            f"a graph does not fit into the limit of its owner: {why}",
-            got=_name(key),
-            expected=f"a graph that fits: {self.report()}",
-            advice="raise max_graphs or graph_bytes; the largest graph of a mode stays",
+    def _too_small(self, key: LimitKey, takes: int) -> InvalidOptionError:
+        return InvalidOptionError(
+            "graph_bytes is less than a graph alone takes",
+            got=f"graph_bytes={self.graph_bytes}, and {_name(key)} takes {takes}",
+            expected="room for the largest graph of each mode",
+            advice=f"graph_bytes={2 * takes}, or smaller sizes",
         )
 
     # What there is --------------------------------------------------------------------------------
@@ -287,7 +337,8 @@ class GraphLimit:
         held = set(self._held())
         for key in self._homes.keys() - held:
             del self._homes[key]
-        self._pool.keep_classes(self, {home.size_class for home in self._homes.values()})
+        used = {home.size_class for home in self._homes.values()}
+        self._pool.keep_classes(self, used | self._captured_into)
 
     def _count(self) -> None:
         """Count the graphs of the steps since the last call."""
@@ -307,8 +358,8 @@ class GraphLimit:
 
     def _bytes(self, homes: Mapping[LimitKey, _Home]) -> int:
         """What these graphs hold: the memory of their sizes, and their executables."""
-        classes = self._pool.classes
-        pools = sum(classes.bytes(each) for each in {home.size_class for home in homes.values()})
+        classes = {home.size_class for home in homes.values()}
+        pools = sum(map(self._pool.class_bytes, classes))
         return pools + sum(home.executable_bytes or 0 for home in homes.values())
 
     def _driver_bytes(self) -> int | None:

@@ -199,12 +199,18 @@ class Plan:
         """What all graphs take together."""
         return total_of(each.cost for each in self.captured)
 
-    def capture_order(self) -> tuple[sizes.CaptureKey, ...]:
+    def capture_order(self, *, limited: bool = False) -> tuple[sizes.CaptureKey, ...]:
         """`keys` in the order in which they are captured: as they are, or, where the device tells
-        how many streams are free for graphs, those first that are worth most if it runs out."""
-        if self.platform.stream_room() is None:
+        how many streams are free for graphs, those first that are worth most if it runs out; where
+        their number or bytes are `limited`, these behind the largest of each mode."""
+        if not limited and self.platform.stream_room() is None:
             return self.keys
-        return tuple(by_priority(self.keys, self._worth))
+        order = by_priority(self.keys, self._worth)
+        if limited:
+            by_size = sorted(order, key=lambda key: -key[1].num_tokens)
+            largest = {mode: key for key in reversed(by_size) for mode in key[:1]}
+            order.sort(key=lambda key: largest[key[0]] != key)
+        return tuple(order)
 
     def replace(self, *, platform: Platform | str | None = None, **changes: Any) -> Plan:
         """The plan with other arguments, resolved again; on the same platform by default."""

@@ -27,7 +27,7 @@ from graphrt.core.device.platform import Platform, capture_lock, device_of
 from graphrt.core.device.registry import resolve_platform
 from graphrt.core.replay.handout import HandedOut, expire
 from graphrt.core.replay.recording import freeze_garbage
-from graphrt.core.replay.size_classes import SizeClasses
+from graphrt.core.replay.size_classes import POOL, SizeClasses
 
 T = TypeVar("T")
 
@@ -573,6 +573,13 @@ class GraphPool(errors.Uncopied):
     def use_memory(self, memory: Any, stream: Any) -> None:
         """Capture into this memory, on this stream, from now on."""
         self.memory, self.streams.for_captures = memory, stream
+
+    def class_bytes(self, size_class: int) -> int:
+        """What a class holds, or the pool's own memory (POOL); 0 where that cannot be told."""
+        memory = self.memory if size_class == POOL else self.classes.find(size_class)
+        if memory is None or self.closed:
+            return 0
+        return self.platform.memory_bytes(memory) or 0
 
     def keep_classes(self, user: object, classes: set[int]) -> None:
         """Note in which of `classes` a user has graphs; gives the memory of unused ones back."""

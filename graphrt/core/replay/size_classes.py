@@ -9,6 +9,8 @@ from graphrt.core.device.platform import Platform
 
 MOST = 4
 """The most memories of one pool."""
+POOL = 0
+"""In place of a class: the pool's own memory."""
 
 
 class SizeClasses:
@@ -41,14 +43,13 @@ class SizeClasses:
             self._each[size_class] = made
         return self._each[size_class]
 
+    def find(self, size_class: int) -> Any:
+        """The memory of a class; None where there is none."""
+        return self._each.get(size_class, (None,))[0]
+
     def memories(self) -> list[Any]:
         """Those that there are."""
         return [memory for memory, _ in list(self._each.values())]
-
-    def bytes(self, size_class: int) -> int:
-        """What a class holds; 0 where that cannot be told."""
-        memory = self._each.get(size_class)
-        return 0 if memory is None else self._platform.memory_bytes(memory[0]) or 0
 
     def keep(self, user: object, classes: set[int]) -> list[Any]:
         """Note in which classes a user has graphs now; returns the memories that nobody uses any

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from graphrt.core.base import errors, tree
 from graphrt.core.base._undo import Undo, note, undoing
+from graphrt.core.base.log import logger
 from graphrt.core.base.option_values import check_takes
 from graphrt.core.base.texts import counted, seconds_text
 from graphrt.core.batch.context import ForwardContext
@@ -27,6 +28,7 @@ from graphrt.core.batch.descriptor import Batch, BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture import refusals
 from graphrt.core.capture.guard import SideDoors, side_doors
+from graphrt.core.capture.limit import GraphLimit
 from graphrt.core.device.contract import Capability, EndedCaptureError, GraphWork
 from graphrt.core.dispatch.ladders import preference
 from graphrt.core.dispatch.reasons import Agreed, Dispatch
@@ -103,7 +105,7 @@ def capture_all(executor: StepExecutor, progress: Progress | None) -> None:
     graphs.left_out.clear()
     keys = graphs.missing()
     _agree_on(graphs, keys)
-    RunnerCapture(graphs).run(keys, progress)
+    RunnerCapture(graphs, graphs.limit).run(keys, progress)
     if keys and progress is not None:
         progress(len(keys), len(keys), keys[-1][1])
     _finish(executor)
@@ -116,7 +118,7 @@ def capture_next(executor: StepExecutor) -> CaptureProgress:
     _agree_on(graphs, keys)
     # A plan without graphs has no keys, and its compiled modules still have to compile, once.
     if keys or not (graphs.setup.plan.keys or graphs.sealing.closed):
-        RunnerCapture(graphs).run(keys, more=bool(keys))
+        RunnerCapture(graphs, graphs.limit).run(keys, more=bool(keys))
     captured, left = tuple(graphs.records[before:]), graphs.missing(left=True)
     # At the last graph, or if nothing is sealed yet: a further call neither warns nor tries again.
     if not left and (captured or not graphs.sealing.closed):
@@ -135,10 +137,17 @@ def capture_for_step(
     """With `GraphOptions(lazy=True)` capture the missing graph that would serve a step better than
     its dispatch says; a failing one only once. Returns how the step is dispatched then, and copies
     of its inputs, which the capture may overwrite."""
+    limit = graphs.limit
     wanted = graphs.dispatcher.planned_for(batch, agreed=agreed)
     if wanted is None or (dispatch.slot >= 0 and preference(wanted) >= preference(dispatch)):
+        # Used, where it is the best of all: else it stands in for one that is missed.
+        if limit is not None and dispatch.slot >= 0:
+            limit.asked.append((dispatch.mode, dispatch.descriptor))
         return dispatch, values
     if wanted.slot in graphs.left_out or graphs.checks.changed_settings():
+        return dispatch, values
+    key = wanted.mode, wanted.descriptor
+    if limit is not None and not limit.admits(key):
         return dispatch, values
     # The capture fills the buffers, which the inputs may be views of. They may also be outputs of
     # the last step, on another stream: wait for it. `check` refuses freed memory, of which a copy
@@ -146,9 +155,15 @@ def capture_for_step(
     graphs.setup.pool.streams.follow()
     declared = graphs.setup.inputs.declared
     values = tree.cloned(declared.check(values, batch.num_tokens, batch.num_reqs))
-    key = wanted.mode, wanted.descriptor
-    try:
+
+    def capture() -> None:
         RunnerCapture(graphs).run([key])
+
+    try:
+        if limit is None:
+            capture()
+        else:
+            limit.capture(key, capture, graphs.evict)
     except Exception:
         graphs.leave_out([key])
         raise
@@ -215,9 +230,11 @@ class RunnerCapture:
     smaller ones after it may fit.
     """
 
-    def __init__(self, graphs: graph_table.GraphTable) -> None:
+    def __init__(self, graphs: graph_table.GraphTable, limit: GraphLimit | None = None) -> None:
+        """Graphs beyond `limit` are left out."""
         setup = self._setup = graphs.setup
         self._graphs = graphs
+        self._limit = limit
         # Steps on another stream may still use the state that is saved.
         setup.pool.streams.follow()
         # Runs warm-ups and captures of the forward, and puts its state back after each.
@@ -306,9 +323,18 @@ class RunnerCapture:
             raise
 
     def _capture_or_drop(self, graph: graph_table.PreparedStep) -> None:
-        """Capture a graph, or note it as dropped if the device has no room for it."""
+        """Capture a graph, or leave it out: noted as dropped if the device has no room for it."""
+        graphs, capture = self._graphs, partial(self._capture_one, graph)
         try:
-            self._capture_one(graph)
+            if self._limit is None:
+                capture()
+            elif graph.slot not in graphs.left_out:
+                key = graph.mode, graph.descriptor
+                why = self._limit.within(key, capture, graphs.evict)
+                if why is not None:
+                    left = graphs.missing(left=True)
+                    graphs.leave_out(left)
+                    logger.info("left out %s by the limit: %s", counted(len(left), "graph"), why)
         except errors.ResourceExhaustedError as error:
             dropped = graph_table.DroppedGraph(graph.mode, graph.descriptor, str(error))
             self._graphs.left_out[graph.slot] = dropped

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from graphrt.core.base import errors
@@ -16,6 +17,7 @@ from graphrt.core.batch.context import CaptureTransaction
 from graphrt.core.batch.descriptor import BatchDescriptor, room_for_reqs
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.constants import Lifting
+from graphrt.core.capture.limit import GraphLimit, LimitKey
 from graphrt.core.capture.options import Sealing
 from graphrt.core.capture.wrapper import GraphWrapper
 from graphrt.core.dispatch.dispatcher import GraphDispatcher
@@ -184,6 +186,8 @@ class GraphTable:
         self.dispatcher = GraphDispatcher(setup.plan.mode, max_padding=setup.options.max_padding)
         for key in setup.plan.keys:
             self.dispatcher.reserve(*key)
+        # Which graphs there are under `max_graphs` or `graph_bytes`; None without either.
+        self.limit = _limit_of(setup, self.dispatcher)
         self.steps: list[PreparedStep | None] = []
         # Of graphs that are gone too, until the next capture.
         self._records: list[GraphRecord] = []
@@ -232,7 +236,8 @@ class GraphTable:
         """The planned keys that are not captured, in the order of captures; with `left` those
         without the ones in `left_out`."""
         captured = {(graph.mode, graph.descriptor) for graph in self.dispatcher.published}
-        keys = [key for key in self.setup.plan.capture_order() if key not in captured]
+        order = self.setup.plan.capture_order(limited=self.limit is not None)
+        keys = [key for key in order if key not in captured]
         return [
             key for key in keys if not left or self.dispatcher.reserve(*key) not in self.left_out
         ]
@@ -320,3 +325,45 @@ class GraphTable:
             self.begun[slot].transaction.rollback()
             self.checks.dropped(slot)
             del self.begun[slot]
+        if self.limit is not None:
+            self.limit.sync()
+
+    def evict(self, key: LimitKey) -> None:
+        """Destroy one graph after its last replay, when no batch is dispatched to it any more."""
+        self.dispatcher.withdraw(*key)
+        self.setup.pool.destroy_after_replays(self.destroy_leftovers)
+        self.steps[self.dispatcher.reserve(*key)] = None
+
+
+def _limit_of(setup: RunnerSetup, dispatcher: GraphDispatcher) -> GraphLimit | None:
+    """The limit of a runner's graphs, if its options set one. Raises `InvalidOptionError` for one
+    that leaves a mode without a graph, and for one by which ranks would come to differ."""
+    options = setup.options
+    if not options.limited:
+        return None
+    modes = {mode for mode, _ in setup.plan.keys}
+    if options.max_graphs is not None and options.max_graphs < len(modes):
+        raise errors.InvalidOptionError(
+            "max_graphs is less than the modes that are captured, of each of which the largest "
+            "graph stays",
+            got=f"max_graphs={options.max_graphs}",
+            expected=", ".join(sorted(mode.name for mode in modes)),
+            advice=f"max_graphs={len(modes)} at least, or another mode=",
+        )
+    if setup.host.ranks is not None and (options.lazy or options.graph_bytes is not None):
+        raise errors.InvalidOptionError(
+            "ranks would keep different graphs: each counts its own bytes, and what its own "
+            "batches miss",
+            got=f"lazy={options.lazy}, graph_bytes={options.graph_bytes} with Host(ranks=)",
+            expected="max_graphs=, without lazy",
+            advice="max_graphs= with capture(), which leaves out the same graphs on all ranks",
+        )
+    by_size = sorted(setup.plan.keys, key=lambda key: key[1].num_tokens)
+    largest = {mode: (mode, descriptor) for mode, descriptor in by_size}
+    return GraphLimit(
+        options, setup.pool, partial(_keys_of, dispatcher), frozenset(largest.values())
+    )
+
+
+def _keys_of(dispatcher: GraphDispatcher) -> list[LimitKey]:
+    return [(graph.mode, graph.descriptor) for graph in dispatcher.published]

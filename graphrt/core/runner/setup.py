@@ -117,7 +117,8 @@ class RunnerSetup:
         # Wrappers neither capture lazily nor clone: the runner captures whole steps, and clones the
         # live rows.
         outputs = "static" if self.options.outputs == "static" else "pool"
-        options = self.options.merged({"lazy": False, "outputs": outputs})
+        alone = {"lazy": False, "max_graphs": None, "graph_bytes": None}
+        options = self.options.merged({**alone, "outputs": outputs})
         for_pieces = options.merged({"breaks": ()})
         for module in self.compiled:
             module.use_capture_sizes({descriptor.num_tokens for _, descriptor in self.plan.keys})
