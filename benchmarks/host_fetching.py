@@ -47,6 +47,7 @@ class UnreadRing:
         self.payload, self.stride = slot_bytes(nbytes, moves)
         size = RingFormat.CONTROL_BYTES + slots * self.stride
         self.memory = torch.zeros(size, dtype=torch.uint8)
+        self.device_memory: tuple[torch.Tensor, ...] = ()
         self._progress = self.memory.view(torch.int64)[RingFormat.PROGRESS :]
 
     def prepare(self, nbytes: int, moves: int) -> Callable[[], None]:

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, Literal
+from itertools import zip_longest
+from typing import Any, Generic, Literal, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -30,7 +32,7 @@ from graphrt.core.base.errors import (
 )
 from graphrt.core.base.option_values import check_callable, check_kind, shown
 from graphrt.core.base.texts import aligned
-from graphrt.core.base.thread_mode import ThreadMode, without_gradients
+from graphrt.core.base.thread_mode import unseen, without_gradients
 from graphrt.core.capture.operators import facts_of, written
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.device.platform import Platform
@@ -38,12 +40,12 @@ from graphrt.core.device.registry import current_platform, installed_platforms
 from graphrt.core.inputs.declared import flat_of
 from graphrt.core.inputs.outputs import OutputLayout
 from graphrt.core.inputs.spec import InputSpec, specs_of
+from graphrt.core.replay.recording import without_inner_graphs
 from graphrt.core.runner.host import Example, Host
-from graphrt.core.runner.report import gain_of
+from graphrt.core.runner.report import GAIN_TITLES, gain_of
 from graphrt.core.runner.runner import R
-
-if TYPE_CHECKING:
-    pass
+from graphrt.trust.watching.rows import indexed_by
+from graphrt.trust.watching.watch import Watch
 
 InputAxes = Mapping[str, "InputSpec | Sequence[int | str | None]"]
 """Name of an input -> the axes of its first dimensions, or its whole spec."""
@@ -53,13 +55,16 @@ class Graphed(Uncopied, Generic[R]):
     """A callable with graphs, called like the one that it was made of: see `graphed`. Its `runner`
     has the rest: reports, `recapture()`, `close()`."""
 
-    def __init__(self, runner: GraphRunner[R], names: tuple[str, ...]) -> None:
+    def __init__(
+        self, runner: GraphRunner[R], model: Callable[..., R], names: tuple[str, ...]
+    ) -> None:
         self.runner = runner
+        self._model = model
         self._names = names
 
     def __call__(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> R:
-        """Returns the model's results. Inputs are given by position or by keyword. Raises what a
-        call of the runner raises."""
+        """Returns the model's results. Inputs are given by position or by keyword. Raises the
+        errors of `GraphRunner.__call__`."""
         if not args:
             return self.runner(**kwargs)
         if len(args) > len(self._names) or kwargs.keys() & {*self._names[: len(args)]}:
@@ -71,13 +76,17 @@ class Graphed(Uncopied, Generic[R]):
             )
         return self.runner(**dict(zip(self._names, args, strict=False)), **kwargs)
 
+    def unwrap(self) -> Callable[..., R]:
+        """The model that the graphs are of."""
+        return self._model
+
     def __repr__(self) -> str:
         return f"Graphed({', '.join(self._names)}: {self.runner!r})"
 
     def __str__(self) -> str:
         """What the graphs bring: a step by each that was timed, and its forward run eagerly."""
         graphs = self.runner.report().to_dict()["graphs"]
-        rows = [("rows", "by graph", "eager", "gain")]
+        rows = [("rows", *GAIN_TITLES)]
         rows += [(str(graph["tokens"]), *gain_of(graph)) for graph in graphs]
         return "\n".join([f"{self!r}", *aligned(rows)])
 
@@ -118,14 +127,18 @@ def graphed(
     rows, example = _rows_of(values, specs)
     runner: Callable[..., GraphRunner[R]] = partial(
         GraphRunner,
-        call.forward,
+        call,
         inputs=_nested(call.values, specs),
         options=(options or GraphOptions()).merged({"outputs": outputs}),
         platform=_platform_of(device) if platform is None else platform,
         device=device,
         mode="FULL",
     )
-    guessed = [name for name in specs if not isinstance((axes or {}).get(name), InputSpec)]
+    guessed = {
+        name: spec
+        for name, spec in specs.items()
+        if not isinstance((axes or {}).get(name), InputSpec)
+    }
     with runner(sizes=[rows]) as plain:
         of_outputs = _try(plain, call, guessed, rows, example)
     fast = runner(
@@ -145,7 +158,7 @@ def graphed(
                 "Host(mixes_rows=True) is given to a GraphRunner",
             )
         raise
-    return Graphed(fast, tuple(call.values))
+    return Graphed(fast, model, tuple(call.values))
 
 
 class _Call:
@@ -169,7 +182,7 @@ class _Call:
         bound, by_position = _bound(model, given, named)
         self.values: dict[str, Any] = bound
         self._model = model
-        # Arguments that the model takes by their place alone.
+        # Arguments that the model is given by their place.
         self._first = by_position
         wrong = [name for name, value in flat_of(bound) if not isinstance(value, torch.Tensor)]
         if wrong or not bound:
@@ -181,18 +194,22 @@ class _Call:
                 advice="bind the rest: graphed(functools.partial(model, flag=True), ...)",
             )
 
-    def forward(self, **values: Any) -> Any:
+    def __call__(self, **values: Any) -> Any:
         """Call the model, with its inputs by name."""
         first = [values.pop(name) for name in self._first]
         return self._model(*first, **values)
+
+    def unwrap(self) -> Callable[..., Any]:
+        """The model. Checks look for changes in it, and not in graphrt's own objects."""
+        return self._model
 
 
 def _bound(
     model: Callable[..., Any], given: Sequence[Any], named: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
     """Bind the inputs to the model's parameters. Returns them by name, in the order of the
-    signature, and the names of positional-only ones. Raises `InvalidInputError` where they do not
-    fit."""
+    signature, and the names of those given by position. Raises `InvalidInputError` where they do
+    not fit."""
     call: Any = model
     if isinstance(model, torch.nn.Module) and type(model).__call__ is torch.nn.Module.__call__:
         call = model.forward
@@ -222,8 +239,10 @@ def _bound(
         is_several = kind is inspect.Parameter.VAR_POSITIONAL
         names = [f"{name}_{at}" for at in range(len(values))] if is_several else [name]
         bound.update(zip(names, values, strict=True))
-        if several is not None or kind is inspect.Parameter.POSITIONAL_ONLY:
-            # In front of `*inputs` all go by their place.
+        # A hook of the model reads `args[0]`: what was given by position stays there. All in front
+        # of `*inputs` have to.
+        is_first = len(first_names) < len(given) or several is not None
+        if is_first or kind is inspect.Parameter.POSITIONAL_ONLY:
             first_names += names if kind is not inspect.Parameter.KEYWORD_ONLY else []
     return bound, first_names
 
@@ -290,7 +309,13 @@ def _specs_of(values: Mapping[str, torch.Tensor], axes: InputAxes) -> dict[str, 
         for name, given in axes.items()
     }
     others = {name: value for name, value in values.items() if name not in told}
-    return {**told, **specs_of(others, 'axes={{"{}": ("rows", None)}}')}
+    return {
+        **told,
+        **specs_of(
+            others,
+            'axes={{"{}": ("rows", None)}}, or (None, None) if none of its dimensions has rows',
+        ),
+    }
 
 
 def _rows_of(
@@ -344,24 +369,27 @@ def _powers_up_to(most: int) -> list[int]:
 def _try(
     plain: GraphRunner[Any],
     call: _Call,
-    guessed: Sequence[str],
+    guessed: Mapping[str, InputSpec],
     rows: int,
     example: Callable[[int], dict[str, torch.Tensor]],
 ) -> Any:
     """Run the model twice eagerly, and put its state back. Returns the axes of its results.
     Raises `OutputError`, and `InvalidInputError` for an input whose padding must be given."""
-    layout, shapes, runs = OutputLayout(), [], []
+    layout, shapes = OutputLayout(), []
+    # Number of rows -> each call of the forward.
+    calls: dict[int, list[_AddressedWrites]] = {rows: [], rows - 1: []}
     watch = plain.graphs.checks.runs(plain.graphs.setup)
 
     def run(count: int) -> None:
-        writes = _AddressedWrites(example(count), guessed)
-        runs.append(writes)
+        inputs = example(count)
 
         def forward() -> Any:
-            return writes.around(lambda: call.forward(**_nested(call.values, writes.inputs)))
+            calls[count].append(_AddressedWrites(inputs, guessed))
+            model = partial(call, **_nested(call.values, inputs))
+            return calls[count][-1].around(partial(without_inner_graphs, model))
 
         try:
-            outputs = watch.run(None, count, writes.inputs, lambda: forward)
+            outputs = watch.run(None, count, inputs, lambda: forward)
         finally:
             watch.restore()
         layout.see(count, count, outputs)
@@ -372,8 +400,9 @@ def _try(
         run(rows - 1)
 
     without_gradients(lambda: plain._in_turn(lambda: watch.settle(both)))
-    for writes in runs:
-        writes.refuse()
+    for count, other in ((rows, rows - 1), (rows - 1, rows)):
+        for writes in calls[count]:
+            writes.refuse(calls[other][-1])
     return _axes_of(*shapes)
 
 
@@ -393,24 +422,41 @@ def _axes_of(large: Any, small: Any) -> Any:
     return None
 
 
-class _AddressedWrites(ThreadMode):
+class _Written(NamedTuple):
+    """One call of an operator whose rows, or values, depend on inputs."""
+
+    tensor: tuple[int | None, StorageWeakRef, tuple[int, ...]]
+    """The key of its storage, that, and its shape."""
+    deciding: Mapping[str, int | None]
+    """Input -> the last row that it can address; None if it holds no row numbers."""
+    operator: str
+    indexed: list[int]
+    """The sizes of the dimensions along which it was given row numbers."""
+    is_aten: bool
+
+
+class _AddressedWrites(Watch):  # type: ignore[no-untyped-call]
     """Sees which inputs of a run decide where memory that outlives the run is written.
 
     An index computed from an input does. So does a mask, or a tensor with rows placed by an index,
     in what is written over such memory as a whole: `cache.copy_(torch.where(mask, new, cache))`.
     """
 
-    def __init__(self, inputs: Mapping[str, torch.Tensor], guessed: Iterable[str]) -> None:
+    def __init__(
+        self, inputs: Mapping[str, torch.Tensor], guessed: Mapping[str, InputSpec]
+    ) -> None:
         """`guessed` are the inputs of which nobody has said how they are padded."""
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.inputs = dict(inputs)
-        # Storage -> the inputs that it was computed from, and those that decide where its rows are.
-        # While there is the weak reference, no other storage gets the key.
-        self._from: dict[int | None, tuple[StorageWeakRef, frozenset[str], frozenset[str]]] = {}
-        # What was written, as decided by which inputs, with which operator.
-        self._written: list[tuple[int | None, StorageWeakRef, frozenset[str], str, int]] = []
+        super().__init__(frozenset(each.untyped_storage().data_ptr() for each in inputs.values()))
+        self._given = inputs
+        self._guessed = guessed
+        # Storage -> the inputs that it was computed from, and those that decide where its rows are,
+        # as in `_Written`. While there is the weak reference, no other storage gets the key.
+        self._from: dict[
+            int | None, tuple[StorageWeakRef, frozenset[str], dict[str, int | None]]
+        ] = {}
+        self._addressed: list[_Written] = []
         for name in guessed:
-            self._note(inputs[name], frozenset({name}), frozenset())
+            self._note(inputs[name], frozenset({name}), {})
 
     def handle(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call an operator. Note the inputs that its results come from, and those that decide where
@@ -418,58 +464,134 @@ class _AddressedWrites(ThreadMode):
         facts = facts_of(func)
         sources, placed = self._of((args, kwargs))
         at = _INDEX_AT.get(facts.name.removesuffix("_"))
-        if at is None and facts.is_aten:
-            deciding = placed
-        else:
+        deciding, indexed = placed, []
+        if at is not None or not facts.is_aten:
             operands = args[at : at + 1] if at is not None else (args, kwargs)
             indices = [each for each in tree.tensors(operands) if _is_whole(each)]
-            deciding, _ = self._of(indices)
-            placed |= deciding
+            deciding = dict.fromkeys(name for each in indices for name in self._sources(each))
+            indexed = indexed_by(func, args) if at is not None else []
+            for size, index in indexed:
+                given = (name for name in self._sources(index) if self._is_as_given(name, index))
+                deciding.update(dict.fromkeys(given, size - 1))
+            placed = {**placed, **deciding}
         targets = [*written(facts, args, kwargs)]
-        for tensor in targets if deciding else ():
-            rows = tensor.shape[args[1] if at == 2 else 0] if tensor.dim() else 1
-            self._written.append(
-                (tree.storage_key(tensor), _weak(tensor), deciding, str(func), rows)
-            )
-        result = func(*args, **kwargs)
-        if sources:
-            for tensor in (*tree.tensors(result), *targets):
-                decided = sources if tensor.dtype is torch.bool else frozenset[str]()
-                self._note(tensor, sources, placed | decided)
+        for each in (each for each in targets if deciding and tree.storage_key(each) is not None):
+            tensor = tree.storage_key(each), _weak(each), tuple(each.shape)
+            sizes = [size for size, _ in indexed]
+            self._addressed.append(_Written(tensor, deciding, str(func), sizes, facts.is_aten))
+        result = super().handle(func, types, args, kwargs)
+        for tensor in (*tree.tensors(result), *targets) if sources else ():
+            rows = placed
+            if tensor.dtype is torch.bool:
+                known = {name: row for name, row in placed.items() if row is not None}
+                compared = {name: self._last_compared(name, args, tensor) for name in sources}
+                rows = {**compared, **known}
+            self._note(tensor, sources, rows)
         return result
 
-    def _note(self, tensor: torch.Tensor, sources: frozenset[str], placed: frozenset[str]) -> None:
-        self._from[tree.storage_key(tensor)] = _weak(tensor), sources, placed
+    def _note(
+        self, tensor: torch.Tensor, sources: frozenset[str], placed: dict[str, int | None]
+    ) -> None:
+        key = tree.storage_key(tensor)
+        if key is not None:  # of a sparse tensor: a capture refuses the operator
+            self._from[key] = _weak(tensor), sources, placed
 
-    def _of(self, values: Any) -> tuple[frozenset[str], frozenset[str]]:
+    def _of(self, values: Any) -> tuple[frozenset[str], dict[str, int | None]]:
         """The inputs that tensors among `values` come from, and those that decide where their rows
         are."""
         keys = (tree.storage_key(each) for each in tree.tensors(values))
         found = [self._from[key] for key in keys if key in self._from]
-        sources = frozenset[str]().union(*(each[1] for each in found))
-        return sources, frozenset[str]().union(*(each[2] for each in found))
+        placed = {name: row for each in found for name, row in each[2].items()}
+        return frozenset[str]().union(*(each[1] for each in found)), placed
 
-    def refuse(self) -> None:
+    def _sources(self, tensor: torch.Tensor) -> list[str]:
+        return sorted(self._of(tensor)[0])
+
+    def _is_as_given(self, name: str, tensor: torch.Tensor) -> bool:
+        """Whether the numbers of a tensor are those of an input, if repeated along others."""
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            return False
+
+        def compare() -> bool:
+            given = self._given[name].flatten()
+            rows = tensor.flatten(), *(tensor.movedim(dim, -1) for dim in range(tensor.dim()))
+            return any(
+                each.shape[-1] == len(given) and bool((each == given).all()) for each in rows
+            )
+
+        return unseen(compare)
+
+    def _last_compared(self, name: str, args: Any, result: torch.Tensor) -> int | None:
+        """The last of the row numbers with which an input was compared, one by one, in `result`."""
+        for each in tree.tensors(args):
+            if name in self._sources(each) and self._is_as_given(name, each):
+                shape = (1,) * (result.dim() - each.dim()) + tuple(each.shape)
+                pairs = [*zip(result.shape, shape, strict=False)]
+                wider = [size for size, own in pairs if size != own]
+                return wider[0] - 1 if len(wider) == 1 and (wider[0], 1) in pairs else None
+        return None
+
+    def refuse(self, other: _AddressedWrites) -> None:
         """Raise `InvalidInputError` for an input that decided where memory was written that is
-        still there, and is no input."""
-        inputs = {tree.storage_key(value) for value in self.inputs.values()}
-        for key, ref, names, operator, rows in self._written:
-            if ref.expired() or key in inputs:  # type: ignore[no-untyped-call]
+        still there, and is no input. `other` is a run of another number of rows.
+
+        Rows of the batch in scratch memory are like those of memory that the forward makes.
+        """
+        inputs = {tree.storage_key(value) for value in self._given.values()}
+        for ours, theirs in zip_longest(self._addressed, other._addressed):
+            if ours is None:
+                return
+            key, ref, shape = ours.tensor
+            if ref.expired() or key in inputs or self._is_scratch(ours, theirs):
                 continue
-            whole = [name for name in sorted(names) if _is_whole(self.inputs[name])]
-            name = whole[0] if whole else min(names)
-            spec = f'InputSpec({self.inputs[name].dtype}, ("rows",), index=True, pad={rows - 1})'
+            names = [name for name in ours.deciding if _is_whole(self._given[name])]
+            name = (names or [*ours.deciding])[0]
             raise InvalidInputError(
                 f"input {name!r} addresses a write into memory that lasts, and padding rows would "
                 "write there too",
-                got=f"no padding of {name!r}, with which {operator} writes",
+                got=f"no padding of {name!r}, with which {ours.operator} writes",
                 expected="the padding with which rows write nothing live",
-                advice=f'axes={{"{name}": {spec}}}, if row {rows - 1} is nobody\'s; else make '
-                "the memory one row larger, and pad with that row"
-                if whole
-                else "pass the rows to write as an integer input, and say how it is padded: "
-                "InputSpec(..., index=True, pad=...)",
+                advice=self._advice({name: ours.deciding[name] for name in names}, shape),
             )
+
+    def _is_scratch(self, ours: _Written, theirs: _Written | None) -> bool:
+        """Whether a write was into rows of the batch, in memory that the run has filled before; an
+        index may choose among constant dimensions."""
+        use = self.uses.get(ours.tensor[0] or 0)
+        return (
+            (ours.is_aten and use is not None and use.is_scratch and theirs is not None)
+            and (ours.operator, ours.indexed) == (theirs.operator, theirs.indexed)
+            and ours.tensor[2] != theirs.tensor[2]
+        )
+
+    def _advice(self, rows: Mapping[str, int | None], shape: tuple[int, ...]) -> str:
+        """How to declare the padding of these inputs, which write memory of a `shape`."""
+        if not rows:
+            return (
+                "pass the rows to write as an integer input, and say how it is padded: "
+                "InputSpec(..., index=True, pad=...)"
+            )
+        has_rows, specs, known = math.prod(shape) > 1, [], []
+        for name, row in rows.items():
+            spec = self._guessed[name]
+            pad = "False" if spec.dtype is torch.bool else "P" if row is None else str(row)
+            index = "index=True, " if has_rows and spec.dtype is not torch.bool else ""
+            axes = str(spec.shape).replace("'", '"')
+            specs.append(f'"{name}": InputSpec({spec.dtype}, {axes}, {index}pad={pad})')
+            known.append(pad)
+        axes = f"axes={{{', '.join(specs)}}}"
+        if {*known} == {"False"}:
+            return f"{axes}, if rows of False write nothing; else pad=True"
+        if not has_rows:
+            return (
+                f"{axes}, with a P that is not counted. If each value is: pass the count as an "
+                "input, or a bool mask of the rows to count, with pad=False"
+            )
+        if "P" in known:
+            return f"{axes}, with a P for which the forward writes a row that is nobody's"
+        spare = ", ".join(pad for pad in known if pad != "False")
+        larger = "make the memory one row larger, and pad with that row"
+        return f"{axes}, if row {spare} is nobody's; else {larger}"
 
 
 _INDEX_AT = {

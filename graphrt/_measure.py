@@ -25,6 +25,7 @@ from graphrt.core.base.option_values import count_of, items_of
 from graphrt.core.batch.descriptor import example_of
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.dispatch.reasons import Dispatch
+from graphrt.core.replay.recording import without_inner_graphs
 from graphrt.core.runner.contract import Step
 from graphrt.core.runner.executor import StepExecutor
 
@@ -90,11 +91,12 @@ def _times_of(executor: StepExecutor, undo: Undo, dispatch: Dispatch) -> tuple[f
 
     def eagerly(forward: Callable[[], Any]) -> Any:
         with timed("eager"):
-            return forward()
+            return without_inner_graphs(forward)
 
     def watched(forward: Callable[[], Any]) -> Any:
         tokens, inputs = dispatch.descriptor.num_tokens, prepared.layout.views
-        return watch.run(None, tokens, inputs, lambda: forward)
+        alone = partial(without_inner_graphs, forward)
+        return watch.run(None, tokens, inputs, lambda: alone)
 
     def by_graph() -> None:
         # As the engine does: what is a single graph needs no context.

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from graphrt.core.inputs.spec import Inputs
     from graphrt.core.plan.plan import Plan, PlanArguments
     from graphrt.core.replay.pool import GraphPool
+    from graphrt.core.runner.capture_session import Progress
     from graphrt.core.runner.contract import StepChecks
     from graphrt.core.runner.host import Host
     from graphrt.core.runner.setup import RunnerSetup
@@ -80,6 +81,13 @@ class GraphRunner(Runner[R]):
 
         self.graphs.check_open()
         self._in_turn(partial(measure, self._executor, sizes))
+
+    def _capture(self, progress: Progress | bool | None, *, anew: bool = False) -> None:
+        if progress is True:
+            from graphrt._forecast import CaptureBar
+
+            progress = CaptureBar(self.graphs)
+        super()._capture(progress, anew=anew)
 
 
 def _checks_for(setup: RunnerSetup) -> StepChecks:

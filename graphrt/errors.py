@@ -14,6 +14,7 @@ from graphrt.core.device.registry import PluginWarning
 __all__ = [
     "BakedScalarError",
     "BreakError",
+    "BreakWarning",
     "CaptureError",
     "CaptureSealedError",
     "CaptureSyncError",

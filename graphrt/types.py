@@ -22,6 +22,8 @@ from graphrt.core.replay.pool import HoldsGraphs, OnCapture
 from graphrt.core.replay.tasks import HostValues, Updates
 from graphrt.core.runner.capture_session import CaptureProgress, Progress
 from graphrt.core.runner.findings import (
+    Change,
+    Look,
     TensorUse,
     TrialRecord,
     TrustReport,
@@ -40,6 +42,7 @@ __all__ = [
     "CallChecks",
     "CaptureProgress",
     "CaptureSizes",
+    "Change",
     "DroppedGraph",
     "Entry",
     "GraphRecord",
@@ -49,6 +52,7 @@ __all__ = [
     "Inputs",
     "LeftOut",
     "LimitReport",
+    "Look",
     "MakeExample",
     "Mode",
     "ModeResolution",

@@ -1,6 +1,5 @@
 /* An iterator with one answer for each step: whether the next few Python slots and the next tensor are
-   as they were. Where this is not built ReadSet.glances of graphrt/trust/reads.py makes it of
-   iterators.
+   as they were. Where this is not built graphrt/trust/glances.py makes it of iterators.
 
    SLOTS are triples (holder, key, value as it was). The value is an item of a dict or list, or what a
    cell holds; for an object with its class as the key its `__dict__`, as long as it is of that class;

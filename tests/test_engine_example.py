@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import random
 import re
@@ -393,3 +394,24 @@ def test_every_engine_step_equals_the_padded_eager_step(
         served = {r: n for r, n in engine.model.runner.report().reasons.items() if n}
     assert [len(tokens) for tokens in generated] == [4, 4, 4]
     assert served.keys() == {Reason.HIT} and served[Reason.HIT] > 3
+
+
+def test_the_engine_has_as_few_lines_of_graphrt_as_the_readme_says():
+    """Statements that use a name of graphrt, or the runner."""
+    source = Path(paged.__file__).read_text(encoding="utf-8")
+    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    (most,) = re.findall(r"under (\d+) for the \[engine\]", readme)
+    tree = ast.parse(source)
+    imports = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("graphrt")
+    ]
+    names = {alias.name for node in imports for alias in node.names}
+    lines = {line for node in imports for line in range(node.lineno, node.end_lineno + 1)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign | ast.AnnAssign | ast.Return):
+            used = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+            if used & names or "self.runner" in ast.unparse(node):
+                lines |= {*range(node.lineno, node.end_lineno + 1)}
+    assert 20 < len(lines) < int(most)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import gc
+import operator
 import re
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,12 @@ import torch
 
 import graphrt
 from graphrt import GraphRunner, InputSpec, Reason
-from graphrt.errors import InvalidInputError, InvalidOptionError, OutputError
+from graphrt.errors import (
+    GraphQuarantinedWarning,
+    InvalidInputError,
+    InvalidOptionError,
+    OutputError,
+)
 
 GRAPHED: Any = graphrt.graphed
 
@@ -149,6 +156,14 @@ def test_the_state_is_as_before() -> None:
     assert fast.runner.last_dispatch.reason is Reason.HIT and model.calls.item() == 1
 
 
+def advised(error: InvalidInputError) -> dict[str, InputSpec]:
+    """The axes that an error advises."""
+    shown = re.search(r"axes=(\{.*\)\})", str(error))
+    assert shown
+    axes: dict[str, InputSpec] = eval(shown[1], {"InputSpec": InputSpec, "torch": torch})
+    return axes
+
+
 @pytest.mark.parametrize("off", [False, True])
 def test_an_input_that_addresses_a_cache_needs_its_padding(off: bool) -> None:
     """The advice has the spec to write, and works when followed."""
@@ -156,9 +171,7 @@ def test_an_input_that_addresses_a_cache_needs_its_padding(off: bool) -> None:
     options = graphrt.GraphOptions(check="off" if off else "capture")
     with pytest.raises(InvalidInputError, match="'slots' addresses a write") as raised:
         GRAPHED(model, given, options=options)
-    shown = re.search(r"axes=(\{.*\)\})", str(raised.value))
-    assert shown
-    axes = eval(shown[1], {"InputSpec": InputSpec, "torch": torch})
+    axes = advised(raised.value)
     fast = GRAPHED(model, given, axes=axes, options=options)
     assert torch.equal(fast(*given), model.table[given[0]] * 2)
 
@@ -205,15 +218,222 @@ def test_however_an_input_decides_which_rows_are_written_its_padding_is_asked_fo
     given = torch.rand(4, 4), torch.tensor([1, 2, 3, 4])
     with pytest.raises(InvalidInputError, match="'slots' addresses a write") as raised:
         GRAPHED(forward(caches[0]), given)
-    shown = re.search(r"axes=(\{.*\)\})", str(raised.value))
-    assert shown
-    axes = eval(shown[1], {"InputSpec": InputSpec, "torch": torch})
+    axes = advised(raised.value)
     fast = GRAPHED(forward(caches[0]), given, axes=axes)
     new, slots = torch.rand(3, 4), torch.tensor([0, 5, 7])
     fast(new, slots)
     forward(caches[1])(new, slots)
     assert fast.runner.last_dispatch.reason is Reason.HIT
     assert torch.equal(caches[0][:8], caches[1][:8])
+
+
+# Kind of a cache -> its shape, and what writes new rows, of (rows, 4), into it.
+DIMENSIONS: dict[str, tuple[tuple[int, ...], Callable[[Cache, Slots, New], object]]] = {
+    "[:, i]": ((2, 9, 4), lambda cache, at, new: cache.__setitem__((slice(None), at), new)),
+    "T[:, i]": ((9, 4), lambda cache, at, new: cache.T.__setitem__((slice(None), at), new.T)),
+    "[:, i, ..., 0]": (
+        (2, 9, 4, 3),
+        lambda cache, at, new: cache.__setitem__((slice(None), at, ..., 0), new),
+    ),
+    "[0, 1:, i]": ((2, 3, 9, 4), lambda cache, at, new: cache[0, 1:].index_copy_(1, at, both(new))),
+    "index_fill_": ((3, 9), lambda cache, at, new: cache.index_fill_(-1, at, 2.0)),
+    "scatter_": ((4, 9), lambda cache, at, new: cache.scatter_(1, at.expand(4, -1), new.T)),
+    "where": (
+        (2, 9, 4),
+        lambda cache, at, new: cache.copy_(
+            torch.where(
+                (at == torch.arange(9)[:, None]).any(1)[:, None],
+                placed(at[:, None] == torch.arange(9), new),
+                cache,
+            )
+        ),
+    ),
+}
+
+
+def both(new: torch.Tensor) -> torch.Tensor:
+    """Keys and values."""
+    return torch.stack([new, -new])
+
+
+@pytest.mark.parametrize("way", DIMENSIONS)
+def test_the_advised_padding_is_the_last_row_of_the_dimension_that_is_addressed(way: str) -> None:
+    """Whichever it is: a (2, rows, width) cache has its rows in dimension 1."""
+    shape, write = DIMENSIONS[way]
+    caches = [torch.zeros(shape), torch.zeros(shape)]
+
+    def forward(cache: torch.Tensor) -> Callable[..., torch.Tensor]:
+        def run(new: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+            write(cache, slots, new)
+            return new * 2
+
+        return run
+
+    given = torch.rand(4, 4), torch.tensor([1, 2, 3, 4])
+    with pytest.raises(InvalidInputError, match="row 8 is nobody's") as raised:
+        GRAPHED(forward(caches[0]), given)
+    fast = GRAPHED(forward(caches[0]), given, axes=advised(raised.value))
+    for _ in range(5):
+        new, slots = torch.rand(3, 4), torch.randperm(8)[:3]
+        fast(new, slots)
+        forward(caches[1])(new, slots)
+        assert fast.runner.last_dispatch.reason is Reason.HIT
+        rows = shape.index(9)
+        assert torch.equal(caches[0].narrow(rows, 0, 8), caches[1].narrow(rows, 0, 8))
+
+
+def test_the_advised_spec_has_the_shape_of_the_input() -> None:
+    """Two slots for each row."""
+    cache = torch.zeros(17, 2)
+
+    def forward(x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        cache[slots] = x
+        return cache[slots].sum(1)
+
+    given = torch.rand(4, 2, 2), torch.arange(8).view(4, 2)
+    with pytest.raises(InvalidInputError, match=r'\("rows", 2\), index=True, pad=16') as raised:
+        GRAPHED(forward, given)
+    assert GRAPHED(forward, given, axes=advised(raised.value))(*given).shape == (4, 2)
+
+
+def test_all_inputs_of_an_address_are_advised_at_once() -> None:
+    """The page and the place in it: row 5, 3 is the last of all."""
+    pages = torch.zeros(6, 4, 2)
+
+    def forward(x: torch.Tensor, page: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+        pages[page, place] = x
+        return pages[page, place] * 2
+
+    given = torch.rand(3, 2), torch.tensor([0, 4, 2]), torch.tensor([0, 2, 1])
+    with pytest.raises(InvalidInputError, match="row 5, 3 is nobody's") as raised:
+        GRAPHED(forward, given)
+    assert torch.equal(GRAPHED(forward, given, axes=advised(raised.value))(*given), given[0] * 2)
+
+
+def test_masks_are_advised_to_be_padded_with_false() -> None:
+    """They have no row numbers."""
+    seen = torch.zeros(9, dtype=torch.bool)
+
+    def forward(x: torch.Tensor, done: torch.Tensor) -> torch.Tensor:
+        seen.logical_or_(done.any(0))
+        return x + seen.sum()
+
+    given = torch.rand(4, 2), torch.eye(9)[:4].bool()
+    with pytest.raises(InvalidInputError, match="rows of False write nothing") as raised:
+        GRAPHED(forward, given)
+    axes = advised(raised.value)
+    assert axes == {"done": InputSpec(torch.bool, ("rows", 9), pad=False)}
+    assert torch.equal(GRAPHED(forward, given, axes=axes)(*given), given[0] + 4)
+
+
+def test_no_row_is_advised_where_numbers_of_rows_are_computed() -> None:
+    """A flat index: the last row of the memory is no value of the input."""
+    cache = torch.zeros(9, 4)
+
+    def forward(x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        cache.view(-1)[at * 4] = x
+        return cache[at, 0] * 2
+
+    given = torch.rand(3), torch.tensor([0, 5, 2])
+    with pytest.raises(InvalidInputError, match="a P for which the forward writes a row"):
+        GRAPHED(forward, given)
+    axes = {"at": InputSpec(torch.int64, ("rows",), index=True, pad=8)}
+    assert torch.equal(GRAPHED(forward, given, axes=axes)(*given), given[0] * 2)
+
+
+def test_a_count_has_no_spare_row() -> None:
+    """Padding must hold a value that is not counted, or a mask must tell the rows."""
+    count = torch.zeros((), dtype=torch.int64)
+
+    def forward(ids: torch.Tensor) -> torch.Tensor:
+        count.add_((ids == 0).sum())
+        return ids * 2
+
+    given = torch.tensor([0, 5, 2])
+    with pytest.raises(InvalidInputError, match="pass the count as an input, or a bool mask"):
+        GRAPHED(forward, given)
+    GRAPHED(forward, given, axes={"ids": InputSpec(torch.int64, ("rows",), pad=1)})(given[:1])
+    assert count.item() == 1
+
+
+# Kind of a workspace -> what fills its first rows by flags or numbers, before it reads any.
+WORKSPACES: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]] = {
+    "copy_": lambda ws, x, at: ws.copy_(torch.where(at[:, None] > 2, x, -x)),
+    "scatter_": lambda ws, x, at: ws.zero_().scatter_(1, at[:, None], 1.0),
+    "where out=": lambda ws, x, at: torch.where(at[:, None] > 2, x, -x, out=ws),
+    "fill_": lambda ws, x, at: ws.fill_(0).masked_fill_(at[:, None] > torch.arange(6), -1e9),
+}
+
+
+@pytest.mark.parametrize("level", ["off", "first"])
+@pytest.mark.parametrize("way", WORKSPACES)
+def test_a_workspace_that_is_filled_before_it_is_read_needs_no_padding(
+    way: str, level: Any
+) -> None:
+    """Inputs decide its values alone: it is like memory that the call makes."""
+    of = [torch.zeros(8, 6), torch.zeros(8, 6)]
+
+    def forward(workspace: torch.Tensor) -> Callable[..., torch.Tensor]:
+        def run(x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+            rows = workspace[: len(x)]
+            WORKSPACES[way](rows, x, at)
+            return x + rows
+
+        return run
+
+    given = torch.rand(4, 6), torch.tensor([1, 2, 3, 4])
+    options = graphrt.GraphOptions(check=level)
+    fast = GRAPHED(forward(of[0]), given, options=options)
+    for count in (1, 2, 3, 4):
+        step = torch.rand(count, 6), torch.randint(0, 6, (count,))
+        assert torch.equal(fast(*step), forward(of[1])(*step))
+        assert fast.runner.last_dispatch.reason is Reason.HIT
+
+
+# The same, where padding could show: what is written lasts, or other rows of the batch have it.
+LASTING: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]] = {
+    "read before": lambda ws, x, at: ws[: len(x)].copy_(torch.where(at[:, None] > 2, x, ws[0])),
+    "not filled": lambda ws, x, at: ws[: len(x)].scatter_(1, at[:, None], 1.0),
+    "a part filled": lambda ws, x, at: (
+        ws[: len(x), :3].zero_(),
+        ws[: len(x)].scatter_(1, at[:, None], 1.0),
+    ),
+    "all rows": lambda ws, x, at: ws.zero_().index_copy_(0, at, x),
+    "rows of the batch": lambda ws, x, at: ws[: len(x)].zero_().index_copy_(0, at - 1, x),
+    "read behind": lambda ws, x, at: (
+        ws[: len(x)].copy_(torch.where(at[:, None] > 2, x, -x)),
+        x.add_(ws.sum()),
+    ),
+}
+
+
+@pytest.mark.parametrize("way", LASTING)
+def test_memory_that_keeps_rows_is_no_workspace(way: str) -> None:
+    """Its padding is asked for."""
+    workspace = torch.zeros(8, 6)
+
+    def forward(x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        LASTING[way](workspace, x * 1, at)
+        return x * 2
+
+    with pytest.raises(InvalidInputError, match="'at' addresses a write"):
+        GRAPHED(forward, (torch.rand(4, 6), torch.tensor([1, 2, 3, 4])))
+
+
+def test_memory_that_the_first_call_alone_fills_is_no_workspace() -> None:
+    """Later calls go on from what they left."""
+    workspace = torch.zeros(8, 6)
+    calls: list[torch.Tensor] = []
+
+    def forward(x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        rows = workspace[: len(x)]
+        if not calls:
+            calls.append(rows.zero_())
+        rows.scatter_(1, at[:, None], 1.0)
+        return x * rows
+
+    with pytest.raises((InvalidInputError, graphrt.errors.PythonStateError)):
+        GRAPHED(forward, (torch.rand(4, 6), torch.tensor([1, 2, 3, 4])))
 
 
 def test_rows_that_a_float_input_decides_are_refused() -> None:
@@ -253,6 +473,12 @@ def test_integers_that_address_nothing_lasting_are_padded() -> None:
 
     fast = GRAPHED(forward, torch.tensor([3, 1, 2]))
     assert torch.allclose(fast(torch.tensor([7, 8])), table[[7, 8]] * 2)
+
+
+def test_a_forward_with_sparse_tensors_is_refused_by_its_operator() -> None:
+    """They have no memory to follow."""
+    with pytest.raises(graphrt.errors.RefusedOpError, match="to_sparse"):
+        GRAPHED(lambda x: x.to_sparse().to_dense() * 2, torch.rand(4, 2))
 
 
 @pytest.mark.parametrize(
@@ -364,6 +590,73 @@ def test_a_tensor_given_first_is_the_only_input() -> None:
     for values in ({}, {"y": torch.ones(1, 2)}):
         with pytest.raises(InvalidInputError, match="x, y by name"):
             two(torch.ones(1, 2), **values)
+
+
+def _plus_0(inner: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda x: inner(x) + 0
+
+
+WAYS: dict[str, Callable[[torch.nn.Module], Callable[..., Any]]] = {
+    "a module": lambda model: model,
+    "its forward": lambda model: model.forward,
+    "a partial": functools.partial,
+    "a closure": lambda model: lambda x: model(x),
+    "graphed inside of graphed": lambda model: GRAPHED(model, torch.rand(4, 4)),
+    "graphed in a closure": lambda model: _plus_0(GRAPHED(model, torch.rand(4, 4))),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_weight_that_is_replaced_is_noticed(way: str) -> None:
+    """Checks look into the model, not into the objects of graphrt that call it."""
+    model = linear()
+    fast = GRAPHED(WAYS[way](model), torch.rand(4, 4))
+    model.weight = torch.nn.Parameter(torch.rand(3, 4), requires_grad=False)
+    x = torch.rand(2, 4)
+    with pytest.warns(GraphQuarantinedWarning):
+        served = fast(x)
+    assert torch.allclose(served, model(x))
+
+
+OTHERS: dict[str, tuple[Any, Any, Callable[[Any, torch.Tensor], torch.Tensor]]] = {
+    "operator": (torch.ops.aten.mul, torch.ops.aten.add, lambda op, x: op(x, x)),
+    "overload": (torch.ops.aten.mul.Tensor, torch.ops.aten.add.Tensor, lambda op, x: op(x, x)),
+    "in C": (operator.itemgetter(0), operator.itemgetter(1), lambda get, x: x * get([2, 3])),
+    "pattern": (re.compile("a"), re.compile("b"), lambda made, x: x * bool(made.match("a"))),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_another_object_of_a_type_in_c_is_noticed(kind: str) -> None:
+    """Such objects are not entered: another one in the place of one is a change."""
+    before, after, call = OTHERS[kind]
+    model = SimpleNamespace(held=before)
+    fast = GRAPHED(lambda x: call(model.held, x) + 1, torch.rand(4, 4))
+    model.held = after
+    x = torch.rand(2, 4)
+    with pytest.warns(GraphQuarantinedWarning):
+        served = [fast(x) for _ in range(8)]
+    assert torch.equal(served[-1], call(after, x) + 1)
+
+
+def test_hooks_of_the_model_see_inputs_as_the_model_is_called() -> None:
+    """By position where they were given so."""
+    model = linear()
+    model.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+    fast = GRAPHED(model, torch.rand(4, 4))
+    x = torch.rand(2, 4)
+    assert torch.allclose(fast(x), model(x))
+    assert torch.equal(fast(input=x), fast(x))
+
+
+def test_a_runner_inside_runs_as_part_of_the_graphs() -> None:
+    """Its buffers and graphs are no state of the forward."""
+    spec = {"input": InputSpec(torch.float32, ("tokens", 4))}
+    with GraphRunner(linear(), inputs=spec, sizes=[1, 2, 4], platform="cpu") as inner:
+        inner.capture()
+        fast = GRAPHED(lambda x: inner(input=x).clone() + 1, torch.rand(4, 4), [1, 2, 4])
+        x = torch.rand(3, 4)
+        assert torch.equal(fast(x), inner(input=x) + 1)
 
 
 def test_captures_between_steps_end() -> None:

@@ -45,13 +45,14 @@ def test_the_smallest_and_the_largest_of_each_mode_are_timed(mode: str, example:
     host = Host(example=lambda batch, _: Example({"x": torch.ones(batch.num_tokens, 4)}))
     runner = runner_of(lambda x: x * 2, mode=mode, host=host if example else None)
     assert all(each.replay_s is None for each in runner.report().graphs)
+    assert str(runner.report()).splitlines()[-1].startswith("Times: none; runner.measure()")
     runner.measure()
     timed = [each for each in runner.report().graphs if each.replay_s]
     modes = {each.mode for each in timed}
     assert {each.descriptor.num_tokens for each in timed} == {1, 8}
     assert len(timed) == 2 * len(modes) and all(each.eager_s > 0 for each in timed)
     text = str(runner.report())
-    assert "not timed" in text and "eager" in text
+    assert "not timed" in text and "eager" in text and "Times: none" not in text
 
 
 def test_the_sizes_asked_for_are_timed() -> None:

@@ -33,8 +33,9 @@ class Buffers:
 class FullGraphs:
     """One graph for each size."""
 
-    def __init__(self, model: Llama, buffers: Buffers, pool: Any) -> None:
+    def __init__(self, model: Llama, buffers: Buffers, pool: Any, *, warms_up: bool = True) -> None:
         self.model, self.buffers, self.pool = model, buffers, pool
+        self.warms_up = warms_up
         self.graphs: dict[int, tuple[Any, Tensor]] = {}
 
     @torch.no_grad()
@@ -42,7 +43,8 @@ class FullGraphs:
         """Largest first, so that the smaller ones find the memory of the larger."""
         for size in sorted(sizes, reverse=True):
             views = self.buffers.views(size)
-            self.model(**views)
+            if self.warms_up or not self.graphs:
+                self.model(**views)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self.pool):
                 logits = self.model(**views)

@@ -5,10 +5,11 @@
 Every contestant runs in a process of its own, several times, all taking turns; figures are
 medians. Before the clock starts the model has run eagerly at every size, so that no kernel is
 loaded for the first time; with `--cold` only at the largest and the smallest size.
-All of them warm each size up once and go from the largest size to the smallest. Seconds end when
-the device is idle. MiB are what the free memory of the device and torch's own memory lost and
-gained, with the allocator's cache emptied before and after. Then the graphs of the largest and of
-the smallest size must give what the eager model gives, bit for bit.
+All loops warm each size up once, but for "bare", which does so at the largest alone. They go from
+the largest size to the smallest. Seconds end when the device is idle. MiB are what the free memory
+of the device and torch's own memory lost and gained, with the allocator's cache emptied before and
+after. Then the graphs of the largest and of the smallest size must give what the eager model gives,
+bit for bit.
 With `--next` graphrt is measured a second time, by `capture_next()`, a decode step after each call:
 when the first graph serves, how long the host is held, and what steps take meanwhile. It runs on
 the CPU too: `--device cpu --model tiny --sizes 1 8 64`.
@@ -55,7 +56,8 @@ GRAPHRT = {
     "PIECEWISE": "graphrt PIECEWISE",
     "FULL_AND_PIECEWISE": "graphrt FULL_AND_PIECEWISE",
 }
-TITLES = {
+BARE = {"bare": "FULL by hand, bare"}
+TITLES = BARE | {
     name: title
     for pair in zip(BY_HAND.items(), GRAPHRT.items(), strict=True)
     for name, title in pair
@@ -78,8 +80,8 @@ def by_hand(name: str, model: Llama, sizes: list[int]) -> Iterator[Contestant]:
     # In the order of graphrt: pieces first.
     if name in ("pieces", "both"):
         kinds["pieces"] = PieceGraphs(model, buffers, pool)
-    if name in ("full", "both"):
-        kinds["full"] = FullGraphs(model, buffers, pool)
+    if name in ("full", "both", "bare"):
+        kinds["full"] = FullGraphs(model, buffers, pool, warms_up=name != "bare")
 
     def capture() -> None:
         for graphs in kinds.values():
@@ -132,6 +134,7 @@ def by_graphrt(
             }
             return {
                 "graphs": len(report.graphs),
+                "captured_twice": sum(each.attempts > 1 for each in report.graphs),
                 "report_capture_s": report.capture_s,
                 "report_pool_mib": _mib(report.pool_bytes),
                 "served": served,
@@ -191,7 +194,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {}
     with (
         by_hand(name, model, sizes)
-        if name in BY_HAND
+        if name in BY_HAND | BARE
         else by_graphrt(name, model, sizes, breakdown, options.next)
     ) as contestant:
         gc.collect()
@@ -267,9 +270,10 @@ def summarise(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
         equal = all(all(run["equal_to_eager"].values()) for run in found)
         results[name] = {**medians, "equal_to_eager": equal, "runs": found}
     rows = []
-    for own, reference in zip(GRAPHRT, BY_HAND, strict=True):
+    pairs = [*zip(GRAPHRT, BY_HAND, strict=True)]
+    for own, reference in [*pairs[:1], *((name, "full") for name in BARE), *pairs[1:]]:
         for name in (reference, own):
-            if name in results:
+            if name in results and "seconds_ratio" not in results[name]:
                 result = results[name]
                 compared = name == own and reference in results
                 ratio = result["seconds"] / results[reference]["seconds"] if compared else None
@@ -347,7 +351,7 @@ def main() -> None:
         print(json.dumps(measure(options.contestant, options)))
         return
     names = options.only
-    if left_out(options.device, [BY_HAND[name] for name in names if name in BY_HAND]):
+    if left_out(options.device, [TITLES[name] for name in names if name not in GRAPHRT]):
         names = [name for name in names if name in GRAPHRT]
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     parts: dict[str, list[dict[str, Any]]] = {}

@@ -8,6 +8,7 @@
     requests.py  requests, pages, the scheduler
     paged.py     the decoder behind a GraphRunner: here is graphrt
     engine.py    the loop: schedule, propose, run, sample, accept
+    streams.py   the engine on an event loop: async for token in engine.stream(prompt)
 
 It runs all prompts with graphs and without, and compares the tokens. It imports nothing of
 `graphrt.demo`: that is a command to try a device with, this is a file to start an engine from.

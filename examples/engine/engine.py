@@ -52,6 +52,9 @@ class Engine:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
         for each in (self.model, self.draft):
             if each is not None:
                 each.runner.close()
@@ -63,7 +66,7 @@ class Engine:
 
     def submit(self, prompt: Sequence[int], sampling: Sampling | None = None) -> Request:
         """Queue a request, which may be done between any two steps. Raises `RequestError`."""
-        request = self._request(prompt, sampling or Sampling())
+        request = self.request(prompt, sampling)
         self.scheduler.waiting.append(request)
         return request
 
@@ -72,14 +75,16 @@ class Engine:
     ) -> list[list[int]]:
         """Run all prompts to their end: the generated tokens of each. Raises `RequestError` before
         any of them is queued."""
-        requests = [self._request(prompt, sampling or Sampling()) for prompt in prompts]
+        requests = [self.request(prompt, sampling) for prompt in prompts]
         self.scheduler.waiting += requests
         while self.busy:
             self.step()
         return [request.generated for request in requests]
 
-    def _request(self, prompt: Sequence[int], sampling: Sampling) -> Request:
-        """A request that can be served to its end: an error in a step would end all of them."""
+    def request(self, prompt: Sequence[int], sampling: Sampling | None = None) -> Request:
+        """A request that can be served to its end: an error in a step would end all of them. It is
+        not queued. Raises `RequestError`."""
+        sampling = sampling or Sampling()
         vocab, limit = self.model.model.config.vocab_size, self.config.max_len
         numbers, heat = (sampling.max_tokens, sampling.seed), sampling.temperature
         # NaN is not equal to itself.

@@ -87,6 +87,13 @@ class Scheduler:
         self.running.remove(request)
         self._free(request)
 
+    def abort(self, request: Request) -> None:
+        """End a request between two steps, wherever it is. One that has ended stays as it is."""
+        if request in self.running:
+            self.finish(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+
     def _admit(self) -> None:
         while self.waiting and len(self.running) < self.config.max_num_reqs:
             request = self.waiting[0]

@@ -23,6 +23,8 @@ from graphrt.observe.explaining import explain
 _INPUT = re.compile(r"(\w+)=(\w+)\[([\w+, ]+)\]", re.ASCII)
 # More digits, which Python may not read, are left to `InputSpec`, which refuses them.
 _NUMBER = re.compile(r"\d{1,18}", re.ASCII)
+# Raised as they are; all else of the user's code, SystemExit too, is named.
+_RAISED = (GraphRTError, KeyboardInterrupt)
 
 
 def print_explanation(
@@ -36,8 +38,8 @@ def print_explanation(
 ) -> int:
     """Explain a forward; 1 if nothing could be captured, or the replay does not equal it. With
     `made` the target is called for the forward."""
-    forward = _found(target)
-    if isinstance(forward, type) and not made:
+    found = _found(target)
+    if isinstance(found, type) and not made:
         raise InvalidOptionError(
             "a class is no forward, its instance is",
             got=f"class {target}",
@@ -46,12 +48,12 @@ def print_explanation(
             "function that returns one, with --made",
         )
     specs = dict(_input(text) for text in inputs)
-    forward = forward() if made else forward
+    forward = _made(target, found) if made else found
     try:
         explanation = explain(forward, specs, tokens=tokens, platform=platform)
-    except GraphRTError:
+    except _RAISED:
         raise
-    except Exception as error:
+    except BaseException as error:
         # Such as a float8 input of an operator that this device has for other dtypes alone.
         where, written = source_of(error), ", ".join(inputs)
         raise InvalidInputError(
@@ -79,22 +81,45 @@ def _found(target: str) -> Callable[..., Any]:
         target_object: Any = importlib.import_module(module)
         for part in name.split("."):
             target_object = getattr(target_object, part)
+    except KeyboardInterrupt:
+        raise
     # A module may raise anything, and a script ends the process where it is imported.
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         raise InvalidOptionError(
             "there is no such forward",
             got=f"{target} ({type(error).__name__}: {error})",
             expected="module:name of a function or a module, in a module that can be imported",
             advice="graphrt explain engine.model:forward --input x=float32[tokens,16]",
         ) from error
-    if not callable(target_object):
+    return _callable(target, target_object)
+
+
+def _made(target: str, maker: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward that the target returns."""
+    try:
+        forward = maker()
+    except _RAISED:
+        raise
+    except BaseException as error:
+        raise InvalidOptionError(
+            "the forward cannot be made",
+            got=f"{target}() raises {type(error).__name__}: {error}",
+            expected="a function or a class that --made calls without arguments",
+            advice="name a function of your own that makes it: def made(): return Model(config)",
+        ) from error
+    return _callable(f"{target}()", forward)
+
+
+def _callable(name: str, value: Any) -> Callable[..., Any]:
+    """Raise `InvalidOptionError` for what is no forward."""
+    if not callable(value):
         raise InvalidOptionError(
             "a forward is called",
-            got=f"{target}, a {type(target_object).__name__}",
+            got=f"{name}, a {type(value).__name__}",
             expected="a function or a module",
             advice="name the function; --made calls it for the forward",
         )
-    return target_object  # type: ignore[no-any-return]
+    return value  # type: ignore[no-any-return]
 
 
 def _input(text: str) -> tuple[str, InputSpec]:

@@ -248,7 +248,7 @@ class _OpenCapture:
 
 _COMPILED = Refusal(
     CaptureError,
-    "compiled code is called inside of the capture: the CPU records operators, which it has not",
+    "compiled code is called inside of the capture: the CPU records operators, and it issues none",
     advice="compile with graphrt.compile, wrap it in a custom operator (torch.library.custom_op), "
     f"capture without torch.compile, or {IN_PIECES}",
 )
@@ -287,7 +287,7 @@ class CompiledCalls:
         Inductor is loaded now."""
         if self._blind and inductor_loaded():
             raise CaptureError(
-                "torch.compile was loaded inside of the capture, which could not see its calls",
+                "torch.compile was first loaded inside of the capture, so its calls were not seen",
                 op="torch.compile",
                 advice="call what is compiled once before the capture (a warm-up does)",
             )

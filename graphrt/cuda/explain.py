@@ -10,7 +10,13 @@ from graphrt.core.base.errors import (
     RefusedOpError,
     ResourceExhaustedError,
 )
-from graphrt.core.device.contract import EndedCaptureError, Unexplained, error_chain
+from graphrt.core.capture.refusals import LATE
+from graphrt.core.device.contract import (
+    EndedCaptureError,
+    FirstCallError,
+    Unexplained,
+    error_chain,
+)
 
 _OWN_GENERATOR = "the forward draws from a random generator that no watched warm-up was given"
 _REGISTERED = (
@@ -32,6 +38,17 @@ _NO_COPY = (
 _SMALLER = "capture fewer or smaller sizes, or leave the KV cache less memory"
 _LIBRARIES = ("cuda", "cublas", "cudnn", "cufft", "cusolver", "cusparse", "nccl", "triton")
 """Libraries whose errors count as the capture's, though `_CAUSES` does not know their text."""
+_SETS_UP = ("triton", "autotun", "cudnn")
+"""In errors of those that compile, or try kernels, at the first call of a shape."""
+
+_FAULTS = (
+    "illegal memory access",
+    "device-side assert",
+    "misaligned address",
+    "unspecified launch failure",
+    "illegal instruction",
+)
+"""Failures of a kernel, which the driver reports at whichever call comes next."""
 
 _RERUN = "run the same forward eagerly; if that passes, look for work CUDA cannot capture"
 
@@ -58,7 +75,7 @@ _CAUSES: tuple[tuple[str, type[CaptureError], str, str], ...] = (
     ),
     (
         "cublas_status_not_initialized",
-        CaptureError,
+        FirstCallError,
         "cuBLAS was used for the first time, and cannot be set up inside of a capture",
         "run the forward once before it is captured, on the stream of the capture",
     ),
@@ -136,6 +153,15 @@ def explain(error: BaseException) -> CaptureError:
     for message in messages:
         if "previous error during capture" in message.lower():
             return EndedCaptureError.of(message.splitlines()[0])
-    if any(name in message.lower() for message in messages for name in _LIBRARIES):
-        return CaptureError(f"capture failed: {messages[0]}", advice=_RERUN)
+        if any(fault in message.lower() for fault in _FAULTS):
+            return CaptureError(
+                "a kernel failed on the device",
+                got=message.splitlines()[0],
+                advice="a new process with CUDA_LAUNCH_BLOCKING=1 and GRAPHRT_MODE=NONE: the error "
+                "then comes at its line",
+                source=LATE,
+            )
+    for names, kind in (_SETS_UP, FirstCallError), (_LIBRARIES, CaptureError):
+        if any(name in message.lower() for message in messages for name in names):
+            return kind(f"capture failed: {messages[0]}", advice=_RERUN)
     return Unexplained.of(error)

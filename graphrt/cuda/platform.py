@@ -32,7 +32,7 @@ from graphrt.core.inputs.transport import Slab
 from graphrt.cuda._workspaces import mark_as_hosts
 from graphrt.cuda.blocks import blocks_of, internal_sizes
 from graphrt.cuda.captures import CudaCaptures
-from graphrt.cuda.driver.api import driver_available
+from graphrt.cuda.driver.api import driver_available, upload
 from graphrt.cuda.driver.fetch import FetchRing
 from graphrt.cuda.driver.pointers import pointers_of
 from graphrt.cuda.explain import explain
@@ -67,7 +67,12 @@ class CudaPlatform(Platform):
             Capability.RANDOM,
             Capability.HOST_POOL,
         }
-        | ({Capability.TASK_UPDATE} if torch.version.hip is None else set())
+        # Without the driver a failed capture abandons its pool.
+        | (
+            {Capability.TASK_UPDATE, Capability.FREE_FAILURES}
+            if torch.version.hip is None
+            else set()
+        )
     )
 
     def __init__(self) -> None:
@@ -125,6 +130,14 @@ class CudaPlatform(Platform):
     def end_capture(self, graph: Any) -> bool:
         return self._captures.end(graph)
 
+    @property
+    def can_upload(self) -> bool:
+        return driver_available()
+
+    def upload(self, graph: Any) -> None:
+        graph.instantiate()
+        upload(graph.raw_cuda_graph_exec(), torch.cuda.current_stream().cuda_stream)
+
     def abort_capture(self, graph: Any) -> None:
         self._captures.abort(graph)
 
@@ -148,7 +161,8 @@ class CudaPlatform(Platform):
     def owns(self, memory: GraphMemory, tensor: torch.Tensor) -> bool:
         if not tensor.is_cuda or tensor.get_device() != memory.device:
             return False
-        return memory.owns(tensor.untyped_storage().data_ptr())
+        address = tensor.untyped_storage().data_ptr()
+        return memory.owns(address, grows=self._captures.is_any_open())
 
     def weak_ref(self, memory: GraphMemory, tensor: torch.Tensor) -> torch.Tensor:
         return weak_alias(tensor)
@@ -160,6 +174,9 @@ class CudaPlatform(Platform):
         free, total = torch.cuda.mem_get_info()
         reserved = memory_stats(torch.cuda.current_device())["reserved_bytes"]["all"]
         return total - free - int(reserved["current"])
+
+    def allocations(self) -> int:
+        return int(memory_stats(current_device())["allocation"]["all"]["current"])
 
     def make_room(self) -> None:
         stats = memory_stats(current_device())

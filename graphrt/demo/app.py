@@ -8,7 +8,6 @@ from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import NamedTuple
 
@@ -40,7 +39,6 @@ from graphrt.demo.settings import runner_settings
 from graphrt.demo.steady import SteadySize, cause_of, measure_steady
 from graphrt.demo.tokenizer import Tokenizer
 from graphrt.observe.pages.whole import write_page
-from graphrt.observe.timeline import trace
 
 _SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 _NO_TIMES = "{} is a simulation: times and tokens/s below mean nothing, equality does."
@@ -98,10 +96,16 @@ def run_demo(
         ways = [_Way("eager, not padded", plain)]
         if not eager:
             runner = open_runners.enter_context(make_runner(setup, options))
-            proof = _capture_and_serve(setup, runner, console, html)
+            _capture(runner, console)
+            proof = serve_prompts(setup, runner, keep_logits=True)
+            # The page is of this run, and has the times of the steady steps.
+            report = runner.report()
             padded = serve_prompts(setup, runner, eager=True, keep_logits=True)
             result = compare(proof, padded)
             steady = measure_steady(setup, runner, plain)
+            if html is not None:
+                report = replace(report, graphs=tuple(runner.graphs.records))
+                write_page(html, report, title="graphrt demo")
             _print_steady(steady, console)
             ways = [_Way("graphs", runner), _Way("eager, padded alike", runner, True), *ways]
         serve_prompts(setup, plain)
@@ -116,22 +120,6 @@ def run_demo(
     if html is not None and not eager:
         console.print(Text(f"The page of this run: {printable(str(html.resolve()))}", style="bold"))
     return 0 if result is None or _print_verdict(result, console) else 1
-
-
-def _capture_and_serve(
-    setup: Setup, runner: GraphRunner, console: Console, html: Path | None
-) -> Run:
-    """Capture, say what that took, and serve the prompts once: the page is of both."""
-    with TemporaryDirectory() as folder, ExitStack() as traced:
-        timeline = Path(folder) / "demo.json"
-        if html is not None:
-            traced.enter_context(trace(timeline, runner))
-        _capture(runner, console)
-        run = serve_prompts(setup, runner, keep_logits=True)
-        traced.close()
-        if html is not None:
-            write_page(html, timeline, title="graphrt demo")
-    return run
 
 
 def _capture(runner: GraphRunner, console: Console) -> None:

@@ -44,7 +44,8 @@ class SteadySize:
 
 @torch.no_grad()
 def measure_steady(setup: Setup, graphs: GraphRunner, eager: GraphRunner) -> list[SteadySize]:
-    """Time all graphs of a captured runner, by mode and size. `eager` captures none.
+    """Time all graphs of a captured runner, by mode and size, and note it for its report. `eager`
+    captures none.
 
     Writes to the caches of both, so no request may be under way.
     """
@@ -58,7 +59,8 @@ def measure_steady(setup: Setup, graphs: GraphRunner, eager: GraphRunner) -> lis
             query_len = descriptor.query_len
             reqs = tokens // query_len
         batch = Batch(tokens, reqs, query_len)
-        if graphs.dispatcher.dispatch(batch).mode is not mode:
+        found = graphs.dispatcher.dispatch(batch)
+        if found.mode is not mode:
             # No memory was left to capture it.
             continue
         step = example_step(setup, batch, generator)
@@ -78,6 +80,7 @@ def measure_steady(setup: Setup, graphs: GraphRunner, eager: GraphRunner) -> lis
                     times[runner].append(perf_counter() - start)
         noise_s = max(median(each) - min(each) for each in times.values())
         fastest = min(times[graphs]), min(times[eager])
+        graphs.graphs.note_times(found, fastest[1], fastest[0])
         measured.append(SteadySize(mode, tokens, *fastest, noise_s))
     return sorted(measured, key=lambda each: (each.mode.name, each.tokens))
 

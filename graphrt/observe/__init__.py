@@ -6,8 +6,8 @@
   compared. `graphrt report run.json --html run.html` does the same for saved reports.
 - `with trace("trace.json", runner):` a timeline for Perfetto, and ranges for torch's profiler.
 - `Metrics(runner).read()`: counters and latencies, to poll.
-- `capture(progress=MemoryWatch(runner))`: the bar of `progress=True`, with the memory of all
-  graphs, predicted after two of them.
+- `capture(progress=MemoryWatch(runner))`: the bar of `progress=True`, with a warning where the
+  memory that it predicts is not there; a saved report predicts before the first graph.
 - `explain(forward, inputs)`: what keeps a forward out of graphs, and how much faster they are.
 
 Everything here reads a runner from outside; `graphrt.core` knows nothing of it. A step that is not
@@ -16,10 +16,11 @@ observed costs nothing more.
 
 from __future__ import annotations
 
+from graphrt._forecast import Forecast
 from graphrt.observe.explaining import Explanation, Obstacle, explain
 from graphrt.observe.files import load_report
 from graphrt.observe.findings import Finding
-from graphrt.observe.memory import Forecast, MemoryWatch
+from graphrt.observe.memory import MemoryWatch
 from graphrt.observe.metrics import Histogram, Metrics, Reading
 from graphrt.observe.pages.whole import page, write_page
 from graphrt.observe.report import findings, report_text

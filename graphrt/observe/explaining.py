@@ -28,12 +28,13 @@ import torch
 
 from graphrt._runner import GraphRunner
 from graphrt.core.base.errors import (
+    BreakWarning,
     CaptureError,
     GraphQuarantinedWarning,
     GraphRTError,
     InvalidOptionError,
 )
-from graphrt.core.base.texts import counted, seconds_text, size_text
+from graphrt.core.base.texts import aligned, counted, size_text
 from graphrt.core.batch.descriptor import Batch
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.guard import check_break
@@ -42,6 +43,7 @@ from graphrt.core.capture.refusals import HOST_DRAW, Source
 from graphrt.core.device.platform import Platform
 from graphrt.core.inputs.spec import InputSpec
 from graphrt.core.replay.entry import EagerPart
+from graphrt.core.runner.report import GAIN_TITLES, gain_of
 
 _MOST_BREAKS = 32
 """Operators to break at, after which the search ends."""
@@ -80,6 +82,8 @@ class Explanation:
     eager_s: float = 0.0
     graph_s: float = 0.0
     """Seconds of a step eagerly, and by graphs."""
+    timed: str = ""
+    """The graph that was timed."""
     code: str = ""
     """Python that makes such a runner."""
 
@@ -103,12 +107,10 @@ class Explanation:
         lines.append(f"It writes: {_listed(self.writes) or 'nothing'}")
         if self.trial is not None:
             return "\n".join([*lines, f"But no graph stands for it yet: {self.trial}"])
-        eager, graph = seconds_text(self.eager_s), seconds_text(self.graph_s)
-        gain = self.eager_s / self.graph_s
-        gained = f"{gain:.2f} times as fast" if gain > 1 else "no gain at this size, on this device"
         lines.append("The replay equals the forward.")
-        lines.append(f"A step takes {eager} eagerly, {graph} by graphs: {gained}.")
-        return "\n".join([*lines, "", self.code])
+        times = gain_of({"replay_s": self.graph_s, "eager_s": self.eager_s})
+        table = aligned([("graph", *GAIN_TITLES), (self.timed, *times)])
+        return "\n".join([*lines, "", self.code, "", *table])
 
 
 def _listed(names: tuple[str, ...]) -> str:
@@ -168,7 +170,9 @@ def explain(
 
 def _refusal_of(runner: GraphRunner[Any]) -> CaptureError | None:
     try:
-        with torch.no_grad():
+        with torch.no_grad(), warnings.catch_warnings():
+            # The trial after it tells whether the number stays.
+            warnings.simplefilter("ignore", BreakWarning)
             runner.capture()
     except CaptureError as error:
         return error
@@ -232,6 +236,7 @@ def _explained(
         trial=failure,
         eager_s=eagerly,
         graph_s=by_graph,
+        timed="".join(f"{each.mode.name} [{each.descriptor}]" for each in report.graphs),
         code=_code(report.mode.name, inputs, tokens, breaks),
     )
 

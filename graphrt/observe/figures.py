@@ -7,7 +7,9 @@ may have written them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from graphrt.core.base.option_values import MOST, shown
@@ -91,10 +93,13 @@ def _by_name(kind: Kind) -> Kind:
     return read
 
 
-def _record(kinds: Mapping[str, Kind]) -> Kind:
+def _record(kinds: Mapping[str, Kind], new: Mapping[str, Any] = MappingProxyType({})) -> Kind:
+    """`new` are fields that earlier versions did not write, each with the value it has then."""
+
     def read(value: Any, field: str) -> dict[str, Any]:
         if not isinstance(value, Mapping):
             raise UnfitError(field, value, "an object")
+        value = {**new, **value}
         missing = [key for key in kinds if key not in value]
         if missing:
             raise UnfitError(field, [*value], f"an object with {missing[0]!r}")
@@ -119,6 +124,7 @@ _GRAPH = {
     "pool_bytes": _bytes, "driver_bytes": _bytes, "trial": _line, "deterministic": _flag,
     "failure": _optional(_text), "replay_s": _optional(_number), "eager_s": _optional(_number),
 }  # fmt: skip
+_UNTIMED = {"replay_s": None, "eager_s": None}
 _STEPS = {"reason": _line, "meaning": _line, "steps": _count, "sizes": _sizes}
 _READ = {
     "name": _line, "dtype": _line, "shape": _list(_count), "bytes": _count, "written": _flag,
@@ -132,8 +138,25 @@ _TRUST = {
 report = _record({
     "versions": _by_name(_line), "mode": _line, "device": _line, "capture_s": _number,
     "pool_bytes": _bytes, "driver_bytes": _bytes, "live_tokens": _count, "padded_tokens": _count,
-    "padding": _number, "staging_waits": _count, "graphs": _list(_record(_GRAPH)),
+    "padding": _number, "staging_waits": _count, "graphs": _list(_record(_GRAPH, _UNTIMED)),
     "dropped": _list(_record({"graph": _line, "reason": _text})),
     "steps": _list(_record(_STEPS)), "trust": _record(_TRUST),
-})  # fmt: skip
+    "platform": _line, "axis": _line,
+}, {"platform": "", "axis": "tokens"})  # fmt: skip
 """A report as `RunnerReport.to_dict()` makes it."""
+
+
+_SAME = re.compile(r"\b(\d+) tokens \1 reqs\b")
+_TOKENS = re.compile(r"(?<=\d )tokens\b|(?<=\bmore )tokens\b|(?<=\bcomputed )tokens\b")
+
+
+def in_its_words(figures: Mapping[str, Any], data: Any) -> Any:
+    """Plain data of a report, or a text about it, with "rows" for the tokens of a model that has
+    none, each of which is a request. Names of arguments, such as `max_num_tokens=`, stay."""
+    if figures.get("axis") != "rows":
+        return data
+    if isinstance(data, str):
+        return _TOKENS.sub("rows", _SAME.sub(r"\1 tokens", data))
+    if isinstance(data, Mapping):
+        return {key: in_its_words(figures, value) for key, value in data.items()}
+    return [in_its_words(figures, each) for each in data] if isinstance(data, list) else data

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from graphrt.core.base.texts import counted, seconds_text, size_text
+from graphrt.observe.figures import in_its_words
 
 Figures = Mapping[str, Any]
 """The data of `RunnerReport.to_dict()`, of this process or from a file."""
@@ -55,7 +56,11 @@ class Finding:
 def findings_of(figures: Figures) -> tuple[Finding, ...]:
     """All findings of a report, the worst first."""
     rules = (_quarantines, _dropped, _eager, _padding, _memory, _trials, _ended, _idle)
-    by_rule = [finding for rule in rules for finding in rule(figures)]
+    by_rule = [
+        Finding(each.level, *(in_its_words(figures, t) for t in (each.what, each.why, each.advice)))
+        for rule in rules
+        for each in rule(figures)
+    ]
     levels = ("error", "warning", "note")
     return tuple(sorted(by_rule, key=lambda finding: levels.index(finding.level)))
 
@@ -193,8 +198,17 @@ def _trials(figures: Figures) -> Iterator[Finding]:
         yield Finding(
             "note",
             f"{_graphs(shaky)} gave other values in two eager runs of one step",
-            "what a trial compares with is itself not the same twice",
+            "the eager result, with which a trial compares the replay, varies from run to run",
             "torch.use_deterministic_algorithms(True), to see which operator it is",
+        )
+    # Only a trial that could not be made leaves a note on an untried graph.
+    unchecked = [g for g in figures["graphs"] if g["trial"] == "untried" and g["notes"]]
+    if unchecked:
+        yield Finding(
+            "warning",
+            f"{_graphs(unchecked)} never checked: replays were not compared with eager steps",
+            unchecked[0]["notes"][0],
+            "leave the KV cache less memory; or Host(example=), which checks graphs in capture()",
         )
 
 

@@ -1,100 +1,25 @@
-"""`MemoryWatch`: predicts the memory of all graphs of a runner while the first ones are captured.
+"""`MemoryWatch`: the bar of a capture, with a warning where its memory is not there.
 
-1. Graphs are captured from the largest to the smallest, into one pool. The first takes what a step
-   needs at its peak, and the next ones use it again.
-2. After the second graph all are predicted (`predicted`): the memory of the captured ones; and for
-   each graph that is left a share of the pool by its tokens, and as much of the driver's memory as
-   graphs took on average, where the first counts at most 2 MiB. Each further graph corrects that.
-3. Where this is more than the device has free, or than `limit_bytes` or the plan's budget allow, a
-   `GraphMemoryWarning` says so, once. As an error (`warnings.simplefilter`) it ends the capture;
-   the graphs before it serve.
-
-Limits: the first graph of another mode is predicted like the ones after it. What other processes
-take of the device meanwhile counts as the graphs'.
+Where the graphs will take more than the device has free, or than `limit_bytes` or the plan's budget
+allow, a `GraphMemoryWarning` says so, once. As an error (`warnings.simplefilter`) it ends the
+capture; the graphs before it serve. How memory is predicted: `graphrt/_forecast.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Mapping
 from typing import Any, TextIO
 
+from graphrt._forecast import CaptureBar, Forecast, GraphMemory, predicted
 from graphrt._runner import GraphRunner
-from graphrt.core.base.errors import GraphMemoryWarning, warn_caller
+from graphrt.core.base.errors import GraphMemoryWarning, InvalidOptionError, warn_caller
 from graphrt.core.base.option_values import check_kind, count_of
-from graphrt.core.base.texts import counted, size_text
+from graphrt.core.base.texts import counted, seconds_text, size_text
 from graphrt.core.batch.descriptor import BatchDescriptor
-from graphrt.core.runner.capture_session import progress_bar
-
-_SEGMENT_BYTES = 20 << 20
-"""The least that an allocator takes from the device. A pool that grew by less may have room for the
-graphs that follow, so these need not take as much."""
-
-_CHUNK_BYTES = 2 << 20
-"""The least that CUDA's driver takes for graphs."""
-
-
-@dataclass(frozen=True)
-class GraphMemory:
-    """Memory of one graph: bytes by which the pool and the driver grew, None if unknown."""
-
-    mode: str
-    tokens: int
-    pool_bytes: int | None = None
-    driver_bytes: int | None = None
-
-    @property
-    def bytes(self) -> int:
-        """Both together."""
-        return (self.pool_bytes or 0) + (self.driver_bytes or 0)
-
-
-@dataclass(frozen=True)
-class Forecast:
-    """The predicted memory of all graphs (`bytes`), after some of them.
-
-    So many are `captured`, with `captured_bytes`, of all `graphs`.
-    """
-
-    bytes: int
-    captured_bytes: int
-    captured: int
-    graphs: int
-
-    @property
-    def left_bytes(self) -> int:
-        """Bytes that the graphs that are left will take."""
-        return self.bytes - self.captured_bytes
-
-
-def predicted(captured: Sequence[GraphMemory], left: Iterable[tuple[str, int]]) -> Forecast | None:
-    """The memory of all graphs: those `captured`, in their order, and those `left`, by mode and
-    tokens. None before the second one, and if bytes are unknown."""
-    if len(captured) < 2 or any(graph.pool_bytes is None for graph in captured):
-        return None
-    by_mode: dict[str, list[GraphMemory]] = {}
-    for graph in captured:
-        by_mode.setdefault(graph.mode, []).append(graph)
-    left = [*left]
-    first = max(0, captured[0].driver_bytes or 0)
-    rest = 0.0
-    for mode, tokens in left:
-        graphs = by_mode.get(mode, [])
-        graphs = graphs if len(graphs) > 1 else [*captured]
-        grown = sum(graph.pool_bytes or 0 for graph in graphs[1:])
-        rest += max(0, grown - _SEGMENT_BYTES) * tokens / sum(graph.tokens for graph in graphs[1:])
-        rest += _driver_bytes(graphs, first)
-    taken = sum(graph.bytes for graph in captured)
-    return Forecast(round(taken + rest), taken, len(captured), len(captured) + len(left))
-
-
-def _driver_bytes(graphs: Sequence[GraphMemory], first: int) -> float:
-    """Bytes that the driver will take for one graph more than `graphs`. `first` is what it took for
-    the first graph of all, with the kernels that were loaded with it."""
-    taken = [graph.driver_bytes or 0 for graph in graphs]
-    later = min(sum(taken[1:]) / len(taken[1:]), first)
-    # A graph that took nothing fitted into a chunk of an earlier one.
-    return max(0.0, later, min(sum(taken) / len(taken), _CHUNK_BYTES))
+from graphrt.core.plan.sizes import CaptureKey
+from graphrt.core.runner.report import RunnerReport
+from graphrt.observe.files import runs_of
 
 
 def taken_and_predicted(figures: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -113,9 +38,9 @@ def taken_and_predicted(figures: Mapping[str, Any]) -> tuple[str, str] | None:
     return size_text(took), size_text(forecast.bytes)
 
 
-class MemoryWatch:
-    """For `runner.capture(progress=MemoryWatch(runner))`: the bar of `progress=True`, with the
-    memory that is predicted, and a warning where there is not enough."""
+class MemoryWatch(CaptureBar):
+    """For `runner.capture(progress=MemoryWatch(runner))`: the bar of `progress=True`, with a
+    warning where the memory that is predicted is not there."""
 
     def __init__(
         self,
@@ -123,11 +48,14 @@ class MemoryWatch:
         *,
         limit_bytes: int | None = None,
         stream: TextIO | None = None,
+        report: RunnerReport | Mapping[str, Any] | str | os.PathLike[str] | None = None,
     ) -> None:
         """`limit_bytes` is what all graphs may take, by default the `device_bytes` of the plan's
-        budget; a bar is written to `stream`, by default to stderr where that is a terminal. Raises
-        `InvalidOptionError`."""
+        budget; a bar is written to `stream`, by default to stderr where that is a terminal. A
+        `report` of an earlier capture, or its file, says what is left before two graphs are
+        captured. Raises `InvalidOptionError`."""
         check_kind("runner", runner, GraphRunner, optional=False, example="MemoryWatch(runner)")
+        super().__init__(runner.graphs, stream)
         budget = runner.plan.arguments["budget"]
         if limit_bytes is not None:
             limit_bytes = count_of("limit_bytes", limit_bytes, least=1)
@@ -135,9 +63,17 @@ class MemoryWatch:
             limit_bytes = budget.device_bytes
         self._runner = runner
         self._limit = limit_bytes
+        # What each graph of the report took, by its name.
+        self._before = {} if report is None else _took(report)
+        if report is not None and not self._before.keys() & {*map(_name, runner.plan.keys)}:
+            raise InvalidOptionError(
+                "the report has none of the graphs that are to be captured",
+                got=", ".join([*self._before][:3]) or "no graphs",
+                expected=", ".join([*map(_name, runner.plan.keys)][:3]),
+                advice="a report of a runner with this plan",
+            )
         # Whether this capture has had its warning.
         self._warned = False
-        self._bar = progress_bar(stream)
         self.forecasts: list[Forecast] = []
         """One after each graph, from the second on. The last one has the memory that they took."""
 
@@ -150,22 +86,18 @@ class MemoryWatch:
             self.forecasts.clear()
         else:
             self.forecasts.append(forecast)
-        self._bar(done, total, descriptor, "" if forecast is None else _text(forecast))
+        self._show(done, total, descriptor, forecast)
         if forecast is not None and not self._warned:
             self._warn_if_short(forecast)
 
-    def _forecast(self) -> Forecast | None:
-        graphs = self._runner.graphs
-        captured = [
-            GraphMemory(
-                each.mode.name, each.descriptor.num_tokens, each.pool_bytes, each.driver_bytes
-            )
-            for each in graphs.records
-        ]
-        done_keys = {(each.mode, each.descriptor) for each in graphs.records}
-        done_keys |= {(each.mode, each.descriptor) for each in graphs.dropped}
-        left = [key for key in self._runner.plan.keys if key not in done_keys]
-        return predicted(captured, [(mode.name, each.num_tokens) for mode, each in left])
+    def _rest(self, forecast: Forecast | None) -> str:
+        rest, left = super()._rest(forecast), [*map(_name, self._left())]
+        known = [self._before[name] for name in left if name in self._before]
+        if rest or not known:
+            return rest
+        of = "" if len(known) == len(left) else f" for {len(known)} of {len(left)}"
+        seconds, size = (sum(each[at] for each in known) for at in (0, 1))
+        return f"{seconds_text(seconds)}, {size_text(int(size))} by the report{of}"
 
     def _warn_if_short(self, forecast: Forecast) -> None:
         runner = self._runner
@@ -186,7 +118,19 @@ class MemoryWatch:
             )
 
 
-def _text(forecast: Forecast) -> str:
-    if forecast.captured == forecast.graphs:
-        return size_text(forecast.bytes)
-    return f"{size_text(forecast.captured_bytes)} of {size_text(forecast.bytes)} predicted"
+def _name(key: CaptureKey) -> str:
+    mode, descriptor = key
+    return f"{mode.name} [{descriptor}]"
+
+
+def _took(
+    report: RunnerReport | Mapping[str, Any] | str | os.PathLike[str],
+) -> dict[str, tuple[float, int]]:
+    """The seconds and the bytes of each graph of a report, by its name."""
+    return {
+        graph["graph"]: (
+            graph["capture_s"],
+            (graph["pool_bytes"] or 0) + (graph["driver_bytes"] or 0),
+        )
+        for graph in runs_of(report)[0].figures["graphs"]
+    }

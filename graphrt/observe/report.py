@@ -10,6 +10,7 @@ from typing import Any
 
 from graphrt.core.base.texts import printable
 from graphrt.core.runner.report import RunnerReport, report_lines
+from graphrt.observe.figures import in_its_words
 from graphrt.observe.findings import Finding, findings_of
 
 _MARKS = {"error": "!!", "warning": "! ", "note": "- "}
@@ -25,7 +26,9 @@ def report_text(report: RunnerReport | Mapping[str, Any]) -> str:
     """The text of `print(report)`, of a report or of its plain data, with the findings before the
     table."""
     figures = report.to_dict() if isinstance(report, RunnerReport) else report
-    return printable("\n".join(report_lines(figures, _finding_lines(findings_of(figures)))))
+    figures = in_its_words(figures, figures)
+    lines = report_lines(figures, _finding_lines(findings_of(figures)))
+    return printable(str(in_its_words(figures, "\n".join(lines))))
 
 
 def _finding_lines(findings: Iterable[Finding]) -> Iterator[str]:

@@ -179,6 +179,12 @@ class Agreement:
         facts = {**self._facts_of(graphs), "next": captures}
         self._tally(self._send(facts, digest_of(facts), bytes([USABLE])))
 
+    def agree_on_attempt(self, graphs: GraphTable, again: bool | None) -> bool:
+        """See `graphrt.types.Ranks`: a runner with `Host(ranks=)` calls it."""
+        facts = {**self._facts_of(graphs), "next": ["the outcome of a capture"]}
+        own = UNUSABLE if again is None else TRIED if again else USABLE
+        return self._tally(self._send(facts, digest_of(facts), bytes([own]))).least == TRIED
+
     def take(self, graphs: GraphTable, batch: Batch | None) -> PendingVote:
         """The vote on the next step of a runner, begun before or now."""
         vote, self._begun = self._begun, None

@@ -11,6 +11,8 @@ from operator import eq, not_
 from types import MappingProxyType
 from typing import Any
 
+import torch.distributed as dist
+
 from graphrt.core.base import errors, torch_names
 from graphrt.core.base._native_door import NativeGlances
 from graphrt.core.base._undo import undo_after
@@ -22,9 +24,11 @@ from graphrt.core.dispatch.reasons import Dispatch, Reason
 from graphrt.core.runner.contract import Looks, StepChecks
 from graphrt.core.runner.findings import TrialRecord
 from graphrt.core.runner.weights import stale
-from graphrt.trust.host_watch import HostChanges, Told, described_changes
+from graphrt.trust.glances import in_turn
+from graphrt.trust.host_watch import HostChanges, described_changes, is_of_tensor
+from graphrt.trust.picture import Picture, Told
 from graphrt.trust.places.slots import MISSING, Place, call, same_value
-from graphrt.trust.reads import ReadSet, each_call, in_turn, keys_at
+from graphrt.trust.reads import ReadSet, each_call, keys_at
 from graphrt.trust.verdict import PADDING_ON_LIVE_ROW, TriedGraph, Verdict
 from graphrt.trust.watching.padding import PaddingRows
 
@@ -49,6 +53,8 @@ issues other operators or numbers for it."""
 
 _EVERY = 4
 """Of so many steps one reads a setting that takes long to read. There are seven."""
+
+NO_MEMORY = "no memory was left for a trial"
 
 NO_INPUTS: Differing = {"tokens": frozenset()}
 """No input can show that rows are mixed: only the first padded step is tried."""
@@ -306,7 +312,7 @@ class Glances(Looks):
         if not changed:
             return None
         return errors.VerificationError(
-            "a setting is not what it was when the graphs were captured",
+            "a setting of torch has changed since the graphs were captured",
             got="; ".join(changed),
             expected="the settings of the first capture, for all graphs and steps of a runner",
             advice="capture and step under the same settings, or recapture(); gradients: step "
@@ -352,11 +358,16 @@ class Checks(StepChecks):
 
     def reset(self) -> None:
         """Forget everything: there are no graphs."""
+        # All that the forward reached at the last capture.
+        self.picture: Picture | None = None
         # slot -> what is known of the graph there.
         self._graphs: dict[int, _Graph] = {}
         self.pending = {}
         # Steps so far that `wants_trial` was asked about and that were not due for a trial.
         self._steps = 0
+        # After a trial for which there was no memory: steps until the next one, and twice as many
+        # after that one.
+        self._wait = self._last_wait = 0
         self.decided = None
         # path at which changes of the host make no difference -> the place of its plain value.
         self.harmless: dict[str, Place | None] = {}
@@ -374,6 +385,7 @@ class Checks(StepChecks):
         if not self.on:
             return
         self.glances.begin()
+        self.picture = self.reads.host.picture
         self.padding.end(padded=False)
         left_behind = self.reads.left_behind
         if left_behind and self._graphs:
@@ -460,13 +472,14 @@ class Checks(StepChecks):
         """Note what the host has changed; with `by_forward` an eager step, whose numbers a trial
         also moves further. If a tensor that graphs read has moved, all of them go into quarantine;
         after any other change the next step of each graph is a trial."""
-        reads, served = self.reads, self._served()
-        if reads.host.values is None or not served:
+        reads = self.reads
+        is_served = any(each.record.failure is None for each in self._graphs.values())
+        if reads.host.picture is None or not is_served:
             return
         try:
-            changes = reads.take()
+            changes = reads.host.take()
             if changes is not None:
-                self._note_changes(reads, served, changes, by_forward=by_forward)
+                self._note_changes(reads, self._served(), changes, by_forward=by_forward)
         except BaseException as error:
             # Maybe a Ctrl-C. A change is reported only once, so some may be lost.
             undo_after(error, partial(self._cut_short, error))
@@ -526,9 +539,10 @@ class Checks(StepChecks):
         """Note that a trial has run the forward: its runs have made the changes since the last
         look, see `HostWatch.forget`. Its last run may have replaced a tensor that graphs read."""
         reads, served = self.reads, self._served()
-        if reads.host.forget():
+        changed = reads.host.forget()
+        if changed:
             self.glances.aim()
-        if served and not reads.are_there():
+        if served and any(map(is_of_tensor, changed)):
             self._note_changes(reads, served, HostChanges(is_structural=True), by_forward=True)
 
     def _served(self) -> list[_Graph]:
@@ -547,6 +561,10 @@ class Checks(StepChecks):
             return self.decided
         graph = self._graphs[slot]
         kind = graph.kind
+        if self._wait and not graph.changed:
+            self._wait -= 1
+            self.padding.forget_contents()
+            return False
         if graph.is_wanted:
             return True
         if differing is not None:
@@ -601,11 +619,7 @@ class Checks(StepChecks):
         record.deterministic &= verdict.deterministic
         record.notes = tuple(dict.fromkeys((*record.notes, *verdict.notes)))[:8]
         if verdict.failure is not None:
-            graphs = [*self._graphs.values()]
-            # Graphs of other kinds write the same rows of padding.
-            spoils_all = self.padding.conflict() is not None
-            of_kind = [each for each in graphs if spoils_all or each.kind is kind]
-            self._quarantine(of_kind, verdict.failure)
+            self.failed(slot, verdict.failure)
             return
         if record.failure is not None:
             # The step itself has replaced a tensor that graphs read: see `ran_forward`.
@@ -626,6 +640,14 @@ class Checks(StepChecks):
             kind.tried_padded(differing)
         self._note_pending()
         self.look_at_padding()
+
+    def failed(self, slot: int, failure: Exception) -> None:
+        """Put all graphs of this one's kind into quarantine; with `strict` raises the failure."""
+        kind = self._graphs[slot].kind
+        # Graphs of other kinds write the same rows of padding.
+        spoils_all = self.padding.conflict() is not None
+        graphs = self._graphs.values()
+        self._quarantine([each for each in graphs if spoils_all or each.kind is kind], failure)
 
     def look_at_padding(self) -> None:
         """After a step: if live rows have the address of padding, put all graphs into quarantine;
@@ -675,14 +697,36 @@ class Checks(StepChecks):
         for graph in self._served():
             graph.note_harmless({path: self.harmless[path]})
 
-    def cannot_try(self, slot: int, error: errors.StateTooLargeError) -> Reason:
-        """Put a graph into quarantine whose state is too large for a trial after a change of the
-        host; without such a change raises `error`."""
+    def in_ranks(self, agreed: bool) -> bool:
+        """Whether other ranks may run the same step."""
+        return agreed or (dist.is_available() and dist.is_initialized())
+
+    def cannot_try(self, slot: int, error: Exception, *, agreed: bool = False) -> Reason | None:
+        """Decide how the step of a graph runs after `error`: too little memory for its trial. After
+        a change of the host the graph goes into quarantine. Else, where the device is full, it is
+        replayed untried, with one warning. Raises `error` for state above its limit, and among
+        ranks: the replay's collectives would meet those of their trials."""
         graph = self._graphs[slot]
-        if not graph.changed:
+        record = graph.record
+        if graph.changed:
+            self._give_up(graph, f"it cannot be tried: {error}")
+            return Reason.QUARANTINED
+        if isinstance(error, errors.StateTooLargeError) or self.in_ranks(agreed):
             raise error
-        self._give_up(graph, f"it cannot be tried: {error}")
-        return Reason.QUARANTINED
+        self.ran_forward()
+        self.padding.forget_contents()
+        is_first, self._last_wait = not self._last_wait, max(_SAMPLED, 2 * self._last_wait)
+        self._wait = self._last_wait
+        record.notes = tuple(dict.fromkeys((*record.notes, NO_MEMORY)))
+        if is_first:
+            errors.warn_caller(
+                f"{record.mode.name} [{record.descriptor}] is replayed unchecked: {NO_MEMORY}\n"
+                f"  got: {error}\n  expected: memory for an eager step beside the graphs\n  try: "
+                "leave the KV cache less memory; or Host(example=), which checks graphs in "
+                f"capture(). Steps are checked again after {self._wait} steps",
+                errors.GraphMemoryWarning,
+            )
+        return None
 
     def _give_up(self, graph: _Graph, why: str) -> None:
         """Put a graph into quarantine that may be wrong after a change of the host, where no trial

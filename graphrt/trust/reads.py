@@ -7,24 +7,20 @@ weight's place. What is read is known from two sources:
 - Tensors that watched warm-ups have used: `note` keeps their memory. `settle` walks through the
   Python objects of the forward (places/) and finds where it has them.
 
-`check` compares both with now. `glances` are for steps: each looks at a few slots, and at one
-tensor. What a host changes in Python is told by `host` (host_watch.py). Nothing is known of reads
-of code that torch shows no operators of, unless a node of a graph points to memory that the
-forward holds (`keep_touched`).
+`check` compares both with now. `glances` are for steps: each compares a few places, and one tensor.
+What a host changes in Python is told by `host` (host_watch.py). Nothing is known of reads of code
+that torch shows no operators of, unless a node of a graph points to memory that the forward holds
+(`keep_touched`).
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from itertools import chain, cycle, repeat
-from operator import attrgetter, eq, is_
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Collection, Iterable, Iterator
+from itertools import chain, repeat
+from typing import Any, TypeVar
 
 import torch
 
-from graphrt.core.base import tree
-from graphrt.core.base._native_door import NativeGlances
 from graphrt.core.base.errors import UntrackedWeightsError
 from graphrt.core.base.texts import listed
 from graphrt.core.base.torch_names import storage_use_count
@@ -33,54 +29,15 @@ from graphrt.core.replay.handout import is_spare
 from graphrt.core.replay.pool import GraphPool
 from graphrt.core.runner.findings import TensorUse, UnknownMemory
 from graphrt.core.runner.weights import NamedWeights, refuse_moved
-from graphrt.trust.host_watch import HostChanges, HostWatch
-from graphrt.trust.places.slots import MISSING, Place, call, getters
+from graphrt.trust.glances import Read
+from graphrt.trust.host_watch import HostWatch
+from graphrt.trust.places.slots import call
 from graphrt.trust.places.walk import Places, places_of, where_is
 from graphrt.trust.watching.pointers import address_of, unknown_memory
 from graphrt.trust.watching.watch import Use, Watch
 from graphrt.trust.watching.writes import storage_of
 
 T = TypeVar("T")
-
-SLOTS = {True: 3, False: 10}
-"""Slots that a step looks at, by whether CPython tells of changes in dicts: if not, each item of a
-dict is a slot to look at too."""
-
-
-class Read(NamedTuple):
-    """What graphs read at a place, as it was: a tensor, with its storage's key, or packed
-    weights."""
-
-    place: Place
-    held: Any
-    was: Any
-    key: int | None = None
-
-
-_Part = tuple[Any, Callable[[Any], object], object]
-"""A tensor, what gives a part of where it is, and this part as it was."""
-
-
-def _parts_of(reads: Iterable[Read]) -> list[_Part]:
-    """What is compared of the tensors that are read."""
-    parts: list[_Part] = []
-    for _, held, was, key in reads:
-        if type(held) in tree.BARE and was is not None:
-            # A transposed tensor, or one cut short, has the address that it had.
-            parts += zip(repeat(held), tree.PLACEMENT, was, strict=False)
-        elif key is not None:
-            # Of a subclass each part may run a user's code, so it is asked at once.
-            parts.append((held, where_is, was))
-    return parts
-
-
-def _hold(parts: Sequence[_Part]) -> bool:
-    """Whether tensors are where they were."""
-    try:
-        tensors, gets, was = zip(*parts, strict=True) if parts else ((), (), ())
-        return all(map(eq, map(call, gets, tensors), was))
-    except RuntimeError:  # one has no memory any more that may be read
-        return False
 
 
 class ReadSet:
@@ -121,6 +78,8 @@ class ReadSet:
         """Where every eager run of the forward puts another tensor, computed of its weights."""
         self.left_behind: list[str] = []
         """Where the last `settle` found other tensors than graphs captured before it read."""
+        self.takes_inputs = False
+        """Whether a run of the forward has written, reshaped or kept an input."""
         self.host = HostWatch()
         self.rounds = 0
         """How many steps it takes until their glances, a few slots each, have looked at all."""
@@ -130,6 +89,7 @@ class ReadSet:
     def note(self, watch: Watch) -> None:
         """Keep the memory that a run used and somebody else still holds; the rest was temporary."""
         self.saw_compiled_code |= watch.saw_compiled_code
+        self.takes_inputs |= watch.takes_inputs
         self.drawn |= watch.drawn
         for key, use in watch.uses.items():
             # An output of another runner that this forward calls, and no longer holds: a temporary,
@@ -190,33 +150,9 @@ class ReadSet:
     # Whether it has moved ------------------------------------------------------------------------
 
     def glances(self, settings: Iterator[bool]) -> Iterator[bool]:
-        """Answers without end, one for each step: whether the answer of `settings` is true, the
-        next few slots of `host.looks` hold what they did, and the next tensor is where it was."""
-        slots = self.host.looks([(each.place, each.held) for each in self._read])
-        parts = _parts_of(self._read)
-        # A step looks at no slot twice, and at all parts of one tensor.
-        looks = min(SLOTS[self.host.watched > 0], len(slots) or 1), len(tree.PLACEMENT)
-        self.rounds = max(-(-len(slots) // looks[0]), -(-len(parts) // looks[1]))
-        if NativeGlances is not None:
-            return NativeGlances(tuple(slots), tuple(parts), looks, MISSING, settings)
-        # Made of iterators that run in C, as every step takes an answer.
-        of_slots = in_turn(is_, [(get, was) for get, _, was in slots])
-        of_tensors = in_turn(eq, [(functools.partial(get, held), was) for held, get, was in parts])
-        rings = [of_slots] * looks[0] + [of_tensors] * looks[1]
-        return map(all, zip(settings, *rings, strict=False))
-
-    def take(self) -> HostChanges | None:
-        """What the host has changed since the last time: see `HostWatch.take`. A tensor that is
-        read and is another one, or elsewhere, is a structural change."""
-        changes = self.host.take(map(attrgetter("place"), self._read))
-        if self.are_there():
-            return changes
-        return HostChanges({} if changes is None else changes.changes, True)
-
-    def are_there(self) -> bool:
-        """Whether each place of a tensor that is read has that tensor, and it is where it was."""
-        places, held = (map(attrgetter(name), self._read) for name in ("place", "held"))
-        return all(map(is_, map(call, getters(places)), held)) and _hold(_parts_of(self._read))
+        """`glances` over the answers of `settings`."""
+        answers, self.rounds = self.host.glances(self._read, settings)
+        return answers
 
     def walk(self) -> Places:
         """A new walk from the forward."""
@@ -359,14 +295,6 @@ def keys_at(places: Places | None, paths: Collection[str]) -> dict[str, int]:
 def _memory_of(held: Any) -> object:
     """Where a tensor is, or which packed weights these are."""
     return where_is(held) if issubclass(type(held), torch.Tensor) else id(held)
-
-
-def in_turn(
-    same: Callable[[Any, Any], bool], looks: Sequence[tuple[Callable[[], Any], Any]]
-) -> Iterator[bool]:
-    """Answers without end, for one look after the other: whether it returns what it did."""
-    gets, was = [*zip(*looks, strict=True)] or ((), ())
-    return map(same, map(call, cycle(gets)), cycle(was)) if gets else repeat(True)
 
 
 def each_call(function: Callable[[], T]) -> Iterator[T]:

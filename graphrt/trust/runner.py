@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from graphrt.core.base import errors
+from graphrt.core.base import errors, tree
 from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base.thread_mode import set_for_capture
 from graphrt.core.batch.descriptor import BatchDescriptor, example_of
 from graphrt.core.capture.state import as_states
 from graphrt.core.dispatch.reasons import Dispatch, Reason
 from graphrt.core.inputs.buffers import reqs_of
+from graphrt.core.replay.recording import without_inner_graphs
 from graphrt.core.runner.contract import Step
 from graphrt.core.runner.executor import StepExecutor
-from graphrt.core.runner.findings import TrialRecord, TrustReport, UnknownMemory
+from graphrt.core.runner.findings import Look, TrialRecord, TrustReport, UnknownMemory
 from graphrt.core.runner.graph_table import GraphTable
 from graphrt.core.runner.host import Example, MakeExample
 from graphrt.core.runner.setup import RunnerSetup
@@ -27,7 +28,7 @@ from graphrt.trust.checks import NO_INPUTS, Checks, Differing
 from graphrt.trust.reads import ReadSet
 from graphrt.trust.snapshot import StateSnapshot
 from graphrt.trust.trial import Trial
-from graphrt.trust.trials import EagerRuns, StepRuns, slots_of, without_inner_graphs
+from graphrt.trust.trials import EagerRuns, StepRuns, slots_of
 from graphrt.trust.verdict import TriedGraph, Verdict
 from graphrt.trust.warm_up import WarmedUp, WatchedState
 
@@ -74,6 +75,7 @@ class RunnerChecks(Checks):
             is_in_graphs=partial(platform.owns, setup.pool.memory),
             has_parts=setup.plan.mode.has_piecewise,
             padding=self.padding,
+            capture_executes=platform.capture_executes,
         )
 
     # Trials ---------------------------------------------------------------------------------------
@@ -86,13 +88,24 @@ class RunnerChecks(Checks):
         try:
             runs = StepRuns(executor, step, self.padding)
             verdict = self._try(runs)
-        except errors.StateTooLargeError as error:
-            return self.cannot_try(dispatch.slot, error)
+        except (errors.StateTooLargeError, MemoryError, torch.OutOfMemoryError) as error:
+            return self.cannot_try(dispatch.slot, error, agreed=step.agreed)
         if verdict.failure is not None:
             dispatcher = executor.graphs.dispatcher
             dispatch = dispatcher.run_eagerly(dispatch, step.batch, Reason.QUARANTINED)
         self._note(runs, verdict, differing)
         return dispatch, verdict.outputs
+
+    def may_repeat(self, executor: StepExecutor, step: Step, error: errors.BreakError) -> bool:
+        # The segments before that part have run: what they wrote would be written twice, and inputs
+        # in the pool may be overwritten. Other ranks do not run again.
+        warm, pool = self.warmed_up.get(step.dispatch.descriptor.kind), executor.pool
+        if warm is None or warm.writes or self.in_ranks(step.agreed):
+            return False
+        if self.strict or any(map(pool._owns, tree.tensors(step.values))):
+            return False
+        self.failed(step.dispatch.slot, error)
+        return True
 
     def run_eagerly(self, executor: StepExecutor, step: Step) -> Any:
         # Before the run too, or the host's changes would be taken for those of the run.
@@ -112,7 +125,9 @@ class RunnerChecks(Checks):
         if self.tries_all and setup.host.ranks is None:
             graph = TriedGraph(TrialRecord(step.dispatch.mode, step.dispatch.descriptor))
             runs = EagerRuns(executor, step, padding)
-            Trial(runs, graph, None, setup.pool.platform, setup.options).look_at_padding()
+            declared = [*setup.host.state]
+            trial = Trial(runs, graph, None, setup.pool.platform, setup.options, (), declared)
+            trial.look_at_padding()
             self.ran_forward()
         before = padding.read(padding.first_rows)
         outputs = self._run_alone(executor, step)
@@ -126,6 +141,25 @@ class RunnerChecks(Checks):
         runners and wrappers in the forward may be as wrong: they run eagerly too."""
         has_graph = step.dispatch.reason in (Reason.QUARANTINED, Reason.SETTINGS_CHANGED)
         return executor.run_unpadded(step, without_inner_graphs if has_graph else None)
+
+    def lends(self) -> Collection[int] | None:
+        reads = self.reads
+        is_safe = self.warmed_up and not (reads.takes_inputs or reads.saw_compiled_code)
+        return reads.held if is_safe else None
+
+    def stop_lending(self, kept: Mapping[str, int]) -> None:
+        self.reads.takes_inputs = True
+        if not kept:
+            return
+        paths = {key: place.path for place, _, key in self.reads.walk().keyed}
+        error = errors.PythonStateError(
+            "an eager step has left an input in Python, which no replay does; eager steps have "
+            "copies of their inputs from now on",
+            got=", ".join(f"{n!r} at {paths.get(k, 'no known place')}" for n, k in kept.items()),
+            expected="a forward that leaves its inputs to its caller",
+            advice="leave a clone() in an @eager_break",
+        )
+        errors.warn_caller(str(error), errors.StaleTensorWarning)
 
     def verify(self, executor: StepExecutor, step: Step) -> tuple[Any, Exception | None]:
         # Note the host's changes now: after the trial all changes count as the forward's own.
@@ -180,7 +214,8 @@ class RunnerChecks(Checks):
         graphs, dispatch = runs.executor.graphs, runs.step.dispatch
         setup = graphs.setup
         warm, graph = self.warmed_up.get(dispatch.descriptor.kind), self.graph_to_try(dispatch)
-        trial = Trial(runs, graph, warm, setup.pool.platform, setup.options, self.reads.held)
+        held, declared = self.reads.held, [*setup.host.state]
+        trial = Trial(runs, graph, warm, setup.pool.platform, setup.options, held, declared)
         for span in graphs.spans:
             undo.enter(span("trial", f"{dispatch.mode.name} [{dispatch.descriptor}]"))
         # Captures ran under these settings: under others eager runs would differ from the replay.
@@ -214,6 +249,9 @@ class RunnerChecks(Checks):
         self.reads.check(graphs.named, graphs.entries(), _own_tensors(graphs))
         self.look_at_host()
         self.note_unread(unread)
+
+    def look(self) -> Look:
+        return super().look() if self.picture is None else self.picture.look()
 
     def report(self, graphs: GraphTable, *, quick: bool) -> TrustReport:
         published = {graph.slot for graph in graphs.dispatcher.published}

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from operator import eq, is_, itemgetter
 from typing import Any, NamedTuple, cast
@@ -30,8 +30,9 @@ from graphrt.core.base.thread_mode import outside_modes, unseen
 from graphrt.core.capture.state import State, saved
 from graphrt.trust.compare import difference
 from graphrt.trust.generators import WatchedGenerators
+from graphrt.trust.picture import Reading
 from graphrt.trust.places import slots
-from graphrt.trust.places.slots import MISSING, Place, Way, call, same_value
+from graphrt.trust.places.slots import MISSING, Place, Way, same_value
 from graphrt.trust.places.walk import Kind, Places, is_array, shape_of
 from graphrt.trust.watching.writes import Region, SavedWrites
 
@@ -45,6 +46,8 @@ class Left(NamedTuple):
     generators: list[Any]
     padding: list[torch.Tensor]
     """The contents of the rows that padding writes."""
+    declared: list[Callable[[], None]]
+    """For each declared state a function that puts it there again."""
 
 
 class StateSnapshot:
@@ -66,6 +69,7 @@ class StateSnapshot:
         """`padding` are rows that are put back and taken beside what runs write. Raises
         `StateTooLargeError` if declared state takes more than `limit_bytes`; then nothing is saved.
         """
+        self._states, self._limit_bytes = declared, limit_bytes
         # For each declared state a function that puts it back.
         self._declared = saved(declared, limit_bytes)
         self.memory = SavedWrites(limit_bytes, sums=sums)
@@ -79,18 +83,21 @@ class StateSnapshot:
         self.python = PythonState(places)
 
     def take(self) -> Left:
-        """Copies of the state now, but for declared state: later runs do not change them."""
+        """Copies of the state now: later runs do not change them."""
         rows = unseen(lambda: [region.read() for region in self._padding])
-        return Left(self.memory.take(), self.python.take(), self.generators.take(), rows)
+        declared = saved(self._states, self._limit_bytes)
+        return Left(self.memory.take(), self.python.take(), self.generators.take(), rows, declared)
 
     def restore(self, left: Left | None = None) -> None:
         """Put back the state of the beginning, or that which a run has left."""
-        memory, python, generators, rows = (None,) * 4 if left is None else left
+        memory, python, generators, rows, declared = (None,) * 5 if left is None else left
         self.memory.restore(memory)
         for at, region in enumerate(self._padding):
             unseen(partial(region.write, region.was if rows is None else rows[at]))
         self.generators.restore(generators)
         self.python.restore(python)
+        for put_back in reversed(self._declared if declared is None else declared):
+            put_back()
 
     def restore_memory(self) -> None:
         """Put back memory and declared state. The first error of the host's own functions is raised
@@ -109,8 +116,6 @@ _MOST_ITEMS = 4096
 """Contents of a longer container are not saved: each `take` copies all of them."""
 _MOST_ARRAY_BYTES = 1 << 20
 """A larger array is not saved around runs."""
-_MOST_BAKED_BYTES = 1 << 16
-"""A larger array is not compared between steps, which happens more often."""
 _DEEPEST = 8
 """Levels of containers and objects that are compared; what is deeper counts as equal."""
 _MANY = 100_003
@@ -138,48 +143,43 @@ def _memory_places(places: Places) -> list[Place]:
     ]
 
 
-class PythonState:
+class PythonState(Reading):
     """The Python values that a forward reaches: plain values, which object or tensor each slot has,
     the contents of containers and of NumPy's arrays, and which memory tensors have. `was` has the
     values of the beginning, in the order of `slots`."""
 
-    def __init__(self, places: Places, *, baked: bool = False) -> None:
-        """With `baked`, only what a capture may have baked in and is cheap to compare: lengths of
-        containers in place of contents, which class and `__dict__` objects have, no tensors."""
+    def __init__(self, places: Places) -> None:
         # Holders first: `restore` puts an old container back before what was in it.
         objects, content = [*map(_FIRST, places.objects)], []
-        objects += map(_FIRST, places.outline if baked else (*places.arrays, *places.tensors))
+        objects += map(_FIRST, (*places.arrays, *places.tensors))
         for place, items in places.containers:
-            if baked or len(items) <= _MOST_ITEMS:
-                way = slots.LENGTH if baked else slots.CONTENTS
-                content.append(Place(place, "", way, items, slots.base_of(items)))
+            if len(items) <= _MOST_ITEMS:
+                content.append(Place(place, "", slots.CONTENTS, items, slots.base_of(items)))
         for place, array in places.arrays:
             # Arrays of objects are neither compared nor put back, nor are read-only ones.
             is_put_back = array.flags.writeable and array.dtype != object
-            if array.nbytes <= (_MOST_BAKED_BYTES if baked else _MOST_ARRAY_BYTES) and (
-                baked or is_put_back
-            ):
+            if array.nbytes <= _MOST_ARRAY_BYTES and is_put_back:
                 content.append(Place(place, "", slots.ARRAY, array))
-        memory = [] if baked else outside_modes(partial(_memory_places, places))
-        self.slots = (*objects, *places.numbers, *content, *memory)
-        # For each slot a call that returns its value.
-        self._getters = slots.getters(self.slots[: len(self.slots) - len(memory)])
-        self._getters += [partial(torch.Tensor.data_ptr, slot.holder) for slot in memory]
+        memory = outside_modes(partial(_memory_places, places))
+        super().__init__((*objects, *places.numbers, *content, *memory))
         self.numbers: Sequence[Place] = places.numbers
         """The slots of plain values."""
-        self.was = self.take()
 
-    def take(self) -> list[Any]:
-        """The values at this moment."""
-        return [*map(call, self._getters)]
+    def without(self, other: PythonState) -> PythonState:
+        """This state, from now on without the slots that another one has."""
+        known = {(id(each.holder), each.label) for each in other.slots}
+        Reading.__init__(
+            self, [each for each in self.slots if (id(each.holder), each.label) not in known]
+        )
+        return self
 
     def restore(self, values: Sequence[Any] | None = None) -> None:
         """Put back the values of the beginning, or those that `take` returned."""
         wanted = self.was if values is None else values
-        for slot, get, value in zip(self.slots, self._getters, wanted, strict=True):
+        for slot, value in zip(self.slots, wanted, strict=True):
             if slot.way.set is None or (value is MISSING and slot.way is not slots.DEFAULT):
                 continue
-            now = get()
+            now = slot.get()
             if now is not value and not slot.way.same(value, now):
                 put_back(slot, value)
 
@@ -204,22 +204,6 @@ class PythonState:
     def changed(self, was: Sequence[Any], now: Sequence[Any]) -> dict[str, tuple[Any, Any]]:
         """path -> (before, after), for the slots whose value has changed."""
         return {self.slots[at].path: (was[at], now[at]) for at in self.moved_slots(was, now)}
-
-    def are_same(self, was: Sequence[Any], now: Sequence[Any]) -> bool:
-        """Whether each slot has the same object. A slot whose object is made at each look (`anew`)
-        is compared by value: else a model with sets would count as changed at every look."""
-        return all(map(is_, was, now)) or all(
-            before is after or (slot.way.anew and slot.way.same(before, after))
-            for slot, before, after in zip(self.slots, was, now, strict=True)
-        )
-
-    def moved_slots(self, was: Sequence[Any], now: Sequence[Any]) -> list[int]:
-        """The indices of the slots whose value has changed."""
-        return [
-            at
-            for at, (before, after) in enumerate(zip(was, now, strict=True))
-            if after is not before and not self.slots[at].way.same(before, after)
-        ]
 
     def diff(self, ours: Sequence[Any], theirs: Sequence[Any]) -> dict[str, tuple[Any, Any]]:
         """path -> (ours, theirs), where two runs have left different values. Objects and containers

@@ -21,10 +21,12 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 import torch
 
 from graphrt.core.base._undo import Undo, undoing
+from graphrt.core.base.errors import BreakError
 from graphrt.core.base.thread_mode import unseen
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.capture.refusals import Refusal
+from graphrt.core.capture.state import State
 from graphrt.core.device.platform import Platform
 from graphrt.trust import snapshot
 from graphrt.trust import verdict as verdicts
@@ -139,6 +141,8 @@ class Trial:
     options: GraphOptions
     held: Collection[int] = ()
     """Keys of the memory that graphs use."""
+    declared: Collection[State | torch.Tensor] = ()
+    """State of the host's, which is put back around each run too."""
 
     def __post_init__(self) -> None:
         record, warm, platform = self.graph.record, self.warm, self.platform
@@ -152,7 +156,11 @@ class Trial:
         self._padding.begin()
         regions = [row.region for row in self._padding.rows]
         self._state = snapshot.StateSnapshot(
-            platform.device_type, limit_bytes, sums=False, padding=regions
+            platform.device_type,
+            limit_bytes,
+            declared=self.declared,
+            sums=False,
+            padding=regions,
         )
         self._state.reach(places_of(self.step.forward))
         self._verdict = verdicts.Verdict()
@@ -204,7 +212,15 @@ class Trial:
         step.eager(self._watch(), "padding")
         later = state.generators.take()
         state.restore()
-        replayed = Run(step.replay(), state.take(), first_watch)
+        try:
+            replayed = Run(step.replay(), state.take(), first_watch)
+        except BreakError as error:
+            if step.together or not error.by_part:
+                raise
+            state.restore()
+            verdict.failure = error
+            verdict.outputs = step.eager(self._watch())
+            return
         state.restore()
         if state.generators.are_reset(eager.left.generators, replayed.left.generators, later):
             self._judge_seeds()

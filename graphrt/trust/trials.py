@@ -151,14 +151,6 @@ def watched(
     return watch.around(forward)
 
 
-@undoing
-def without_inner_graphs(forward: Callable[[], Any], undo: Undo) -> Any:
-    """Run the forward; runners and wrappers in it run eagerly, as in a warm-up."""
-    undo.set(warming_up, True)
-    enter_under_way(undo, forward)
-    return forward()
-
-
 class _TriedParts(guards.SideDoors):
     """Runs the eager parts of a trial's run. Nothing is captured there, so what they make does not
     matter. The watch of a run that is compared with others notes what they are given."""
@@ -273,10 +265,9 @@ class WrapperTrials:
             return False
         if not checks.wants_trial(slot, None):
             return True
-        step = WrapperStep(wrapper, entry, context, args, kwargs)
         try:
-            self._try(step, dispatch)
-        except StateTooLargeError as error:
+            self._try(WrapperStep(wrapper, entry, context, args, kwargs), dispatch)
+        except (StateTooLargeError, MemoryError, torch.OutOfMemoryError) as error:
             checks.cannot_try(slot, error)
         return checks.records[slot].failure is None
 

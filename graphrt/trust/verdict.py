@@ -54,8 +54,8 @@ class Verdict:
 
 CONSTANT = Refusal(
     errors.BakedScalarError,
-    "{graph}: the forward makes a tensor of Python data, which is other data now; a graph has "
-    "that of its capture for ever",
+    "{graph}: the forward makes a tensor of Python data, and the data has changed; a graph keeps "
+    "the data of its capture",
     expected="{then}, as before",
     advice="keep what changes in a tensor on the device and write it in place (fill_, copy_), or "
     "pass it as an input; recapture() after the host has changed it for good",
@@ -69,7 +69,7 @@ REBOUND = Refusal(
 )
 NOT_REPEATED = Refusal(
     errors.PythonStateError,
-    "{graph}: two eager runs of one step, from the same state, {how}, so no graph can stand for "
+    "{graph}: two eager runs of one step, from the same state, {how}, so no graph can equal "
     "the forward",
     expected="a function of its inputs and of tensors",
     advice="keep what advances in a tensor and write it in place (add_, copy_), read clocks and "
@@ -100,11 +100,11 @@ CHANGED = Refusal(
 ROWS_MIXED = Refusal(
     errors.RowsMixedError,
     "{graph}: {how}",
-    expected="what there is without padding, up to {rounding:.3g} of its root mean square",
+    expected="the results without padding, up to {rounding:.3g} of their root mean square",
     advice="let each row depend on its own request only: mask the padding rows, take the last "
     "token of each request by an index input, address padding by a row that is nobody's "
     "(InputSpec(index=True, pad=...)), call eval() on a model whose BatchNorm still trains; where "
-    "rows are mixed by design, Host(mixes_rows=True) says so",
+    "results may depend on padding by design, Host(mixes_rows=True) says so",
 )
 PADDING_ON_LIVE_ROW = Refusal(
     errors.RowsMixedError,
@@ -117,7 +117,8 @@ PYTHON_MOVES = Refusal(
     errors.PythonStateError,
     "{graph}: {how}",
     expected="Python state that changes nothing, as a count of calls does",
-    advice="keep it in a tensor that is written in place, pass it as an input, or advance it by "
-    "the live rows, current_context().live.num_tokens; for a sliding-window cache use a static "
-    "cache of full length",
+    advice="keep it in a tensor that is written in place (self.count.add_(1); a list that grows: a "
+    "buffer of its largest length, and a tensor for the position), pass it as an input, or advance "
+    "it by the live rows, current_context().live.num_tokens; for a sliding-window cache use a "
+    "static cache of full length",
 )

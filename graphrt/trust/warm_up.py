@@ -3,13 +3,16 @@ which is put back after each run without being declared."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from operator import itemgetter
+from types import FunctionType
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
+from graphrt.core.base import tree
 from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base.errors import (
     PythonStateError,
@@ -25,8 +28,17 @@ from graphrt.core.capture.guard import SideDoors, side_doors
 from graphrt.core.capture.operators import facts_of
 from graphrt.core.replay.recording import drawn_from
 from graphrt.core.runner.contract import Calls, RunWatch, Values
-from graphrt.trust.places.slots import CONTENTS, Place
-from graphrt.trust.places.walk import Keyed, with_keys
+from graphrt.trust.places.libraries import is_library_class
+from graphrt.trust.places.slots import (
+    CLASS_ATTRIBUTE,
+    CONTENTS,
+    ITEM,
+    MISSING,
+    Place,
+    Way,
+    namespace_of,
+)
+from graphrt.trust.places.walk import LRU_CACHE, Keyed, Places, cached_results, with_keys
 from graphrt.trust.reads import ReadSet
 from graphrt.trust.snapshot import MEMORY, PythonState, StateSnapshot, is_plain, put_back
 from graphrt.trust.watching.padding import PaddingRows
@@ -69,6 +81,8 @@ class WatchedState(RunWatch):
     """The rows that warm-ups, which have padding alone, are seen to write."""
     with_rows: Collection[str] = ()
     """The inputs that have a batch axis."""
+    capture_executes: bool = True
+    """Whether operators run while they are captured."""
 
     def __post_init__(self) -> None:
         # What the last run under a `WriteWatch` wrote, with the values before it. It is kept until
@@ -78,9 +92,16 @@ class WatchedState(RunWatch):
         self._moves: _Moves | None = None
         # The kinds of which this session has watched a run.
         self._kinds: set[Hashable] = set()
-        # Keys of the memory that a kind's second watched run wrote too: every run writes it, so it
-        # is no table that the first run fills.
+        # Keys of the memory that every run writes, so that it is no table that the first run fills:
+        # a kind's second watched run wrote it too, or was not needed.
         self._steady: set[int] = set()
+        # Whether the capture under way, or the last one, is tried; what watches it, if any; and
+        # the tensors that held state before it.
+        self._is_tried = False
+        self._tried: WriteWatch | None = None
+        self._held_before = 0
+        # Whether the last capture has recorded only, and run nothing.
+        self._only_recorded = False
 
     @undoing
     def run(self, undo: Undo, kind: Hashable, tokens: int, inputs: Values, calls: Calls[T]) -> T:
@@ -92,6 +113,7 @@ class WatchedState(RunWatch):
         Raises `StateTooLargeError` if it writes what can be neither saved nor left, and
         `RefusedOpError` if it writes an input that has no batch axis.
         """
+        self._only_recorded = False
         if not self.reads.watched:
             return calls()()
         moves = self._moves or self._begin()
@@ -102,10 +124,7 @@ class WatchedState(RunWatch):
         # Each session has to save what a forward writes, so a kind that writes is watched anew.
         is_saved = largest is not None and (kind in self._kinds or not largest.writes)
         if largest is not None and largest.tokens >= tokens and is_saved:
-            memory = self.snapshot.memory
-            self._writes_of_size.restore()
-            self._writes_of_size = SavedWrites(memory.limit)
-            watch = WriteWatch(moves.before, self._writes_of_size, memory, tokens)
+            watch = self._write_watch(moves, tokens)
             result = watch.around(calls())
             moves.note()
             if not moves.has_moved or watch.written <= self._steady:
@@ -120,6 +139,13 @@ class WatchedState(RunWatch):
             if name not in self.with_rows:
                 self._check_input(name, view)
         return result
+
+    def _write_watch(self, moves: _Moves, tokens: int, *, records: bool = False) -> WriteWatch:
+        """A watch for the next run of a size, which saves what that writes."""
+        memory = self.snapshot.memory
+        self._writes_of_size.restore()
+        self._writes_of_size = SavedWrites(memory.limit)
+        return WriteWatch(moves.before, self._writes_of_size, memory, tokens, records=records)
 
     def _check_input(self, name: str, view: torch.Tensor) -> None:
         """Raise `RefusedOpError` if the last watched run has written an input without a batch axis:
@@ -144,7 +170,13 @@ class WatchedState(RunWatch):
         note_operators()
         before = {key for _, _, key in places.keyed}
         # Earlier sessions may have watched all kinds, so that this one would not find `remade`.
-        moves = _Moves(self.snapshot.python, before, self.is_in_graphs, {*self.reads.remade})
+        moves = _Moves(
+            self.snapshot.python,
+            before,
+            self.is_in_graphs,
+            {*self.reads.remade},
+            _Namespaces(places),
+        )
         self._moves = moves
         return moves
 
@@ -167,6 +199,9 @@ class WatchedState(RunWatch):
             left = memory.take()
             self.padding.note_warm_up(memory)
             self.restore()
+        # A second run shows what the first has done once for all. That is seen by what it left in
+        # Python; or it is a table, of which it has not written just the rows of this step.
+        if made or (watch.written() and (moves.has_moved or not watch.writes_rows_of_inputs)):
             # Run again on what the first run left: a table of indices that it filled may have held
             # anything before.
             memory.restore(left)
@@ -180,13 +215,11 @@ class WatchedState(RunWatch):
                     "a capture runs on padding, so its graph would start from wrong state",
                     got=padding,
                     expected="state that is made and filled before capture()",
-                    advice="call the forward once on a real batch before capture() (at each size "
-                    "that fills a table of its own), or make it a buffer before and copy_() into "
-                    "it: self.h.copy_(new) in place of self.h = new; a list that grows: a buffer "
-                    "of its largest size, written at a position; of transformers: a StaticCache, "
-                    "never a DynamicCache",
+                    advice=_advice_on(padding),
                 )
             self._steady |= again.written().keys()
+        else:
+            self._steady |= watch.written().keys()
         reads.note(watch)
         none = WarmedUp(0, watch.trace, writes=False, captured={})
         largest = self.warmed_up.get(kind, none)
@@ -220,11 +253,26 @@ class WatchedState(RunWatch):
         call: Callable[[], T],
         *,
         in_one: bool,
+        is_tried: bool = False,
     ) -> T:
         """Capture a forward, as one graph (`in_one`) or as pieces, and note which Python slots that
         changes. Operators are noted too if its size was watched, once for each kind and mode: that
-        takes some microseconds an operator."""
+        takes some microseconds an operator. If it `is_tried`, its writes are watched."""
         undo.set(drawn_from, self.reads.drawn.values())
+        moves, self._is_tried, self._tried = self._moves, is_tried, None
+        self._held_before = self._held()
+        self._only_recorded = not self.capture_executes and in_one and mode is GraphMode.FULL
+        if moves is not None and moves.namespaces.have_grown():
+            moves.look_again(self.reads.walk())
+        if is_tried and moves is not None:
+            moves.begin(self.reads)
+            # Where nothing runs, writes matter only if every call moves something in Python: else a
+            # first call is known by what it moves there.
+            runs = self.capture_executes or not in_one or mode is GraphMode.PIECEWISE
+            if runs or moves.of_captures.get((mode, descriptor.kind)):
+                records = not self.capture_executes
+                self._tried = self._write_watch(moves, descriptor.num_tokens, records=records)
+                call = partial(self._tried.around, call)
         largest = self.warmed_up.get(descriptor.kind)
         if largest is None or largest.tokens != descriptor.num_tokens or mode in largest.captured:
             result = call()
@@ -232,18 +280,54 @@ class WatchedState(RunWatch):
             watch = IssuedWatch()
             result = watch.run(call, in_one=in_one)
             largest.captured[mode] = watch.operators
-        if self._moves is not None:
-            self._moves.note(captured=True)
+        if moves is not None:
+            moves.note_capture((mode, descriptor.kind), is_tried=is_tried)
         return result
+
+    def before_replay(self, in_one: bool, is_last: bool) -> bool:
+        if is_last and in_one and self._moves is not None:
+            # What holds something new and is not watched contradicts its warm-up anyway.
+            is_unwatched = self._is_tried and self._tried is None
+            if is_unwatched or not self._moves.holds_new():
+                return False
+        if self._tried is not None:
+            self._tried.save_recorded(self.is_in_graphs)
+        self._only_recorded = False
+        return True
+
+    def copies(self) -> int:
+        return self._held() - self._held_before
+
+    def _held(self) -> int:
+        regions = self._writes_of_size.regions
+        return len(tree.tensors([(each.was, each.rows.at) for each in regions]))
+
+    def may_try(self) -> bool:
+        # A single result cannot be taken out of a cache of functools; and a size alone may put a
+        # tensor there.
+        return self._moves is None or not self._moves.namespaces.cached()
+
+    def contradicts(self) -> bool:
+        moves, tried = self._moves, self._tried
+        if moves is None or tried is None:
+            return moves is not None and moves.is_new
+        is_table = moves.has_moved and not tried.written <= self._steady
+        return is_table or moves.is_new or tried.is_inexact
+
+    def take_back(self) -> bool:
+        return self._moves is not None and self._moves.take_back()
 
     def restore(self) -> None:
         """Put back declared state, and memory that runs wrote."""
         if self._moves is not None:
             self._moves.restore_memory()
+        was_recorded, self._only_recorded = self._only_recorded, False
+        if was_recorded:
+            return
         self._writes_of_size.restore()
         self.snapshot.restore_memory()
 
-    def may_draw(self) -> bool:
+    def may_draw(self, *, is_tried: bool = False) -> bool:
         # Only watched warm-ups note the forward's own generators.
         generators = self.snapshot.generators
         return not self.reads.watched or generators.have_drawn(generators.take())
@@ -311,6 +395,31 @@ def _filled_once(
     return ": ".join([*paths[:1], str(use)])
 
 
+def _advice_on(filled: str) -> str:
+    """What to do about memory that the first run fills: see `_filled_once`."""
+    if "cache_utils.py" in filled:
+        return (
+            "a StaticCache of transformers in place of the DynamicCache: call the forward once "
+            "with it before capture(). For a model that takes none: "
+            "graphrt.hosts.transformers.with_graphs(model), which says whether it can have graphs; "
+            "if it cannot, call the model without a runner"
+        )
+    if filled.partition(": ")[0].endswith("]"):
+        return (
+            "where a list grows: before capture() make a buffer of its largest length, "
+            'register_buffer("hist", torch.zeros(length, ...)), and a tensor for the position, '
+            'register_buffer("at", torch.zeros(1, dtype=torch.int64)); in the forward '
+            "self.hist.index_copy_(0, self.at, new[None]) and self.at.add_(1) in place of "
+            "append(new). Where each size fills an item once: call the forward once at each size "
+            "before capture()"
+        )
+    return (
+        "where the first call alone fills it: call the forward once on a real batch before "
+        "capture(), at each size that fills one of its own. Where each call does: make it a buffer "
+        "before capture(), and self.h.copy_(new) in place of self.h = new"
+    )
+
+
 class _NotedParts(SideDoors):
     """Runs eager parts through `doors`, and notes the Python slots of parts that change plain
     values alone, to have them put back.
@@ -336,6 +445,55 @@ class _NotedParts(SideDoors):
         return result
 
 
+_Key: TypeAlias = tuple[int, str]
+"""Which slot: the `id` of its holder, and its label."""
+
+
+class _Namespaces:
+    """What a forward's objects, tensors, classes and modules have by names, and how much is in its
+    caches of functools: a new name, or result, is in no slot."""
+
+    def __init__(self, places: Places) -> None:
+        held = [*map(itemgetter(1), (*places.slots, *places.code, *places.outline))]
+        dicts = [each for each in held if isinstance(each, dict)]
+        dicts += [globals_of for globals_of, *_ in places.named.values()]
+        dicts += [function.__dict__ for function in held if type(function) is FunctionType]
+        dicts += [each.__dict__ for _, each in places.tensors if type(each) in tree.BARE]
+        names: dict[int, tuple[Way, Any, Mapping[Any, Any]]] = {
+            id(each): (ITEM, each, each) for each in dicts
+        }
+        classes = [each for each in held if isinstance(each, type) and not is_library_class(each)]
+        names |= {id(each): (CLASS_ATTRIBUTE, each, namespace_of(each)) for each in classes}
+        # How each is written, its holder, and its names.
+        self._names = [*names.values()]
+        caches = {id(each): each for each in held if isinstance(each, LRU_CACHE)}
+        self._caches = [*caches.values()]
+        self.begin()
+
+    def begin(self) -> None:
+        """A run begins."""
+        self._sizes = [len(names) for *_, names in self._names]
+        self._cached = self.cached()
+
+    def cached(self) -> list[Any]:
+        """The caches that hold tensors."""
+        return [each for each in self._caches if tree.tensors(cached_results(each))]
+
+    def have_grown(self) -> bool:
+        """Whether the run has made or deleted a name, or put the first tensor into a cache."""
+        sizes = [len(names) for *_, names in self._names]
+        return sizes != self._sizes or len(self.cached()) > len(self._cached)
+
+    def take_back(self) -> None:
+        """Delete what the run has made: a dict has new keys at its end."""
+        for (way, holder, names), size in zip(self._names, self._sizes, strict=True):
+            for key in [*names][size:]:
+                put_back(Place(None, "", way, holder, key), MISSING)
+        for cache in self.cached():
+            if cache not in self._cached:
+                cache.cache_clear()
+
+
 @dataclass
 class _Moves:
     """Counts the runs of a session that have changed each Python slot, and notes which tensors of
@@ -349,10 +507,17 @@ class _Moves:
     of_weights: set[str]
     """Where a run has put a tensor that it computed without its inputs, as hooks that normalize a
     weight do at every call."""
+    namespaces: _Namespaces
+    of_captures: dict[Hashable, frozenset[_Key]] = field(default_factory=dict)
+    """(mode, kind) -> the slots that the captures change which a warm-up came before: every call
+    does."""
     of_parts: set[int] = field(default_factory=set)
     """Indices of the slots that eager parts have changed: put back even if that was once."""
     has_moved: bool = False
-    """Whether the last eager run has changed a slot."""
+    """Whether the last run has changed a slot, or made one."""
+    is_new: bool = False
+    """Whether the last capture has changed slots that not every call changes, or left memory of
+    graphs in one."""
     is_captured: bool = False
     """Whether all is captured: later runs have sizes that no step may ever have, so that one change
     by them counts as two."""
@@ -364,6 +529,9 @@ class _Moves:
         self._last: Sequence[Any] = self.python.was
         # `_last` and `_counts` as of before the last run, for `take_back`.
         self._before_run: tuple[Sequence[Any], list[int]] = self._last, self._counts
+        # The slots that runs of this session have made, if any, with their values before a capture.
+        self._made: PythonState | None = None
+        self._made_before: Sequence[Any] = ()
         # Paths of tensors in graph memory that the session left in Python.
         self._left_paths: list[str] = []
 
@@ -374,22 +542,69 @@ class _Moves:
             # Now, as the run will replace the tensors that captures left.
             self.note_left(reads.walk().keyed)
         self._last = self.python.take()
+        self._before_run = self._last, [*self._counts]
+        self.namespaces.begin()
+        if self._made is not None:
+            self._made_before = self._made.take()
 
-    def take_back(self) -> None:
-        """Put back, and do not count, what the last run has changed."""
+    def look_again(self, places: Places) -> None:
+        """Warm-ups have made attributes: note them, so that changes by captures are seen."""
+        self.namespaces = _Namespaces(places)
+        self._made = PythonState(places).without(self.python)
+        self._made_before = self._made.was
+
+    def _moved(self, now: Sequence[Any]) -> dict[_Key, Any]:
+        """The slots that the run under way has changed, those among them that earlier runs have
+        made, and what is in them now."""
+        pairs = [(self.python, self._last, now)]
+        if self._made is not None:
+            pairs.append((self._made, self._made_before, self._made.take()))
+        return {
+            (id(python.slots[at].holder), python.slots[at].label): after[at]
+            for python, before, after in pairs
+            for at in python.moved_slots(before, after)
+        }
+
+    def take_back(self) -> bool:
+        """Put back, and do not count, what the last run has changed; returns whether it has."""
         self._last, self._counts = self._before_run
+        has_changed = self.namespaces.have_grown() or bool(self._moved(self.python.take()))
+        self.namespaces.take_back()
+        if self._made is not None:
+            self._made.restore(self._made_before)
         self.python.restore(self._last)
+        return has_changed
 
-    def note(self, *, captured: bool = False) -> None:
-        """A run is over: count the slots that it has changed. Slots that only captures change are
-        the platform's, or those of a hook around a graph, and are not counted."""
+    def holds_new(self) -> bool:
+        """Whether the run under way has put anything but plain values into Python."""
+        moved = self._moved(self.python.take())
+        return self.namespaces.have_grown() or not all(map(is_plain, moved.values()))
+
+    def note(self, now: Sequence[Any] | None = None) -> None:
+        """A run is over, or a capture, after which the values are those of `now`: count the slots
+        that it has changed. Slots that only captures change are the platform's, or those of a hook
+        around a graph, and are not counted."""
         last, self._before_run = self._last, (self._last, [*self._counts])
-        self._last = self.python.take()
+        self._last = self.python.take() if now is None else now
         moved = self.python.moved_slots(last, self._last)
         for at in moved:
-            if not captured or self._counts[at]:
+            if now is None or self._counts[at]:
                 self._counts[at] += 2 if self.is_captured else 1
-        self.has_moved |= bool(moved)
+        self.has_moved |= bool(moved) or self.namespaces.have_grown()
+
+    def note_capture(self, kind: Hashable, *, is_tried: bool) -> None:
+        """A capture of this mode and kind is over."""
+        now = self.python.take()
+        moved = self._moved(now)
+        if not is_tried:
+            known = self.of_captures.get(kind)
+            self.of_captures[kind] = frozenset(moved) if known is None else known & moved.keys()
+        self.is_new = (
+            self.namespaces.have_grown()
+            or not moved.keys() <= self.of_captures.get(kind, frozenset())
+            or any(map(self.is_in_graphs, tree.tensors([*moved.values()])))
+        )
+        self.note(now)
 
     def note_made(self, watch: Watch, reads: ReadSet) -> dict[int, tuple[str, OwnMemory]]:
         """The memory that a run made and left in Python, if it computed that from its inputs or
@@ -454,8 +669,8 @@ class _Moves:
         self.note_left(tensors)
         if self._left_paths:
             error = PythonStateError(
-                "the forward leaves tensors of its graphs in Python: no replay makes new ones, and "
-                "steps write in their memory",
+                "the forward keeps a tensor of its graph in Python: replays put no new one there, "
+                "and later steps write over its memory",
                 got=listed(self._left_paths),
                 expected="results that are returned, or written in place",
                 advice="return them, copy_() them into a tensor that is there before capture(), or "

@@ -292,7 +292,7 @@ def test_a_runner_captures_the_pieces_of_its_compiled_forward(model):
 def test_a_breakable_capture_around_pieces_with_a_pool_is_refused(model):
     pool = GraphPool("cpu")
     compile_module(model, pool=pool)
-    with pytest.raises(InvalidOptionError, match="captured again around them"):
+    with pytest.raises(InvalidOptionError, match="captures its own pieces"):
         small_runner(model, pool, pieces="breakable")
 
 

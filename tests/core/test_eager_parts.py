@@ -14,8 +14,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import BaseTorchFunctionMode
 from torch.testing._internal.two_tensor import TwoTensor
 
-from graphrt import GraphOptions, GraphRunner, InputSpec, eager_break
-from graphrt.core.base.errors import BakedScalarError, BreakError, CaptureError, SideDoorError
+from graphrt import GraphOptions, GraphRunner, InputSpec, Reason, eager_break
+from graphrt.core.base.errors import (
+    BreakError,
+    CaptureError,
+    GraphQuarantinedWarning,
+    SideDoorError,
+)
 from graphrt.core.capture.recorder import Bridges
 
 
@@ -59,12 +64,13 @@ def test_an_eager_part_may_return_the_same_nan_object_at_every_step(value):
 @pytest.mark.parametrize(
     ("first", "later"), [(3, 4), (3, 3.0), ("a", "b"), (0.0, -0.0), ((1, 2), (1, 3))], ids=repr
 )
-def test_an_eager_part_that_returns_another_plain_value_than_at_capture_raises(first, later):
+def test_a_step_whose_eager_part_returns_another_value_than_at_capture_runs_eagerly(first, later):
     values = [first]
     run = runner(lambda: values[-1])
     values.append(later)
-    with pytest.raises(BakedScalarError, match="another value"):
-        run(x=torch.ones(2, 4))
+    with pytest.warns(GraphQuarantinedWarning, match="another value"):
+        assert torch.equal(run(x=torch.ones(2, 4)), torch.full((2, 4), 4.0))
+    assert run.last_dispatch.reason is Reason.QUARANTINED
 
 
 @pytest.mark.parametrize("shape", [(4,), (2, 4), (1, 1)], ids=str)

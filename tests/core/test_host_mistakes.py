@@ -214,7 +214,7 @@ def test_run_padded_eagerly_refuses_a_graph_smaller_than_the_batch():
     """Its rows would be written behind those of the graph, into whatever lies there."""
     runner = plus_one_of([2, 4])
     small = runner.dispatcher.dispatch(Batch(2, 2))
-    with pytest.raises(InvalidBatchError, match="no graph whose padding"):
+    with pytest.raises(InvalidBatchError, match="the dispatch of a captured graph"):
         runner.run_padded_eagerly(Batch(4, 2), small, {"x": torch.ones(4, 4)})
     out = runner.run_padded_eagerly(Batch(1, 1), small, {"x": torch.ones(1, 4)})
     assert torch.equal(out, torch.full((1, 4), 2.0))
@@ -224,7 +224,7 @@ def test_run_padded_eagerly_refuses_the_dispatch_of_another_runner():
     """Its slot is that of another size here."""
     runner, other = plus_one_of([2, 4]), plus_one_of([4, 8])
     dispatch = other.dispatcher.dispatch(Batch(4, 4))
-    with pytest.raises(InvalidBatchError, match="no graph whose padding"):
+    with pytest.raises(InvalidBatchError, match="the dispatch of a captured graph"):
         runner.run_padded_eagerly(Batch(2, 2), dispatch, {"x": torch.ones(2, 4)})
 
 

@@ -8,8 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from graphrt import Batch, GraphMode, GraphOptions, GraphRunner, InputSpec, Reason
+from graphrt.core.inputs import transport
+from graphrt.core.inputs.layout import InputLayout, StepMoves
 from graphrt.core.inputs.transport import sources_of
 
 
@@ -83,6 +87,70 @@ def test_inputs_that_already_are_the_graphs_buffers_are_not_copied(rows: int) ->
     # The bits of a lazily negated one are not its values.
     values["x"] = torch._neg_view(values["x"])
     assert sources_of(values, layout.moves(rows, rows), slab).kinds == "hk"
+
+
+def test_inputs_in_place_are_recognized_in_one_look_beside_ordinary_inputs(monkeypatch) -> None:
+    captured = runner(both)
+    layout, slab = captured.inputs.layout(8, 8), captured.inputs.transport.slab
+    moves = layout.moves(8, 8)
+    ordinary = {name: torch.rand(8, 8) for name in "xy"}
+    for values in (ordinary, layout.views):
+        sources_of(values, moves, slab)
+    # From here on nothing is looked at one by one.
+    monkeypatch.setattr(transport, "_one_by_one", None)
+    for _ in range(3):
+        found = sources_of(layout.views, moves, slab)
+        assert found.kinds == "kk" and found.used_as_given
+        assert sources_of(ordinary, moves, slab).kinds == "hh"
+
+
+def test_in_a_slab_inputs_of_other_strides_are_not_taken_for_inputs_in_place(monkeypatch) -> None:
+    """Of two blocks: in place they have gaps, so contiguous ones are at other places."""
+    specs = {"x": InputSpec(torch.float32, (2, "tokens"))}
+    captured = GraphRunner(lambda x: x, mode="FULL", sizes=[4], inputs=specs, platform="cpu")
+    layout, slab = captured.inputs.layout(4, 4), captured.inputs.transport.slab
+    moves = layout.moves(3, 3)
+    in_place = layout.views["x"][:, :3]
+    packed = slab.buffer[:24].view(torch.float32).view(2, 3)
+    for _ in range(3):
+        assert sources_of({"x": in_place}, moves, slab).kinds == "k"
+        assert sources_of({"x": packed}, moves, slab).kinds == "h"
+
+
+SPECS = st.builds(
+    InputSpec,
+    st.sampled_from([torch.int64, torch.int32, torch.float32, torch.bool]),
+    st.sampled_from([("tokens",), ("tokens", 3), (2, "reqs"), ("reqs+1",), (4,)]),
+    pad=st.sampled_from([0, 1, -0.0, "repeat"]),
+)
+
+
+@given(st.lists(SPECS, min_size=1, max_size=6), st.integers(1, 4), st.data())
+@settings(max_examples=80, deadline=None)
+def test_inputs_on_the_device_are_copied_and_padded_as_on_the_host(specs, rows, data) -> None:
+    declared = {f"x{number}": spec for number, spec in enumerate(specs)}
+    kinds = "".join(data.draw(st.sampled_from("dk")) for _ in specs)
+    slabs, layouts = [], []
+    for _ in range(2):
+        layout = InputLayout(declared, 4, 4)
+        slabs.append(torch.full((layout.nbytes + 16,), 7, dtype=torch.uint8))
+        layout.place(slabs[-1])
+        layouts.append(layout)
+    on_device, on_host = (layout.moves(rows, rows) for layout in layouts)
+    values = [torch.rand(move.shape).mul(9).to(move.field.spec.dtype) for move in on_host.fields]
+    for moves, fields in ((on_device, kinds), (on_host, "d" * len(specs))):
+        for move, value, kind in zip(moves.fields, values, fields, strict=True):
+            if kind == "k" or moves is on_host:
+                move.live.copy_(value)
+    found = on_device.on_device(kinds)
+    found.copy(values)
+    found.pad()
+    on_host.pad_at(slabs[1].data_ptr())
+    assert all(torch.equal(*each) for each in zip(*map(_rows, (on_device, on_host)), strict=True))
+
+
+def _rows(moves: StepMoves) -> list[torch.Tensor]:
+    return [move.field.view.view(torch.uint8) for move in moves.fields]
 
 
 CHANGES = {

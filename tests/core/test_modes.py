@@ -156,5 +156,5 @@ def test_only_none_piecewise_and_full_are_runtime_modes():
 def test_pieces_auto_uses_the_provider_that_a_compiled_module_brings(asked, provider):
     brings = SimpleNamespace(graphs=True, provides=PieceProvider.FX, whole_graph=False)
     assert provider_of([brings], asked) is provider
-    with pytest.raises(InvalidOptionError, match="one by one"):
+    with pytest.raises(InvalidOptionError, match="captures its own pieces"):
         provider_of([brings], "breakable")

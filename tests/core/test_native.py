@@ -85,7 +85,7 @@ def test_a_package_without_the_extension_says_how_to_build_the_extension(tmp_pat
         ("graphrt/core/runner/engine.py", "# A comment.", True),
         ("graphrt/core/runner/engine.py", '"""A text."""', True),
         ("graphrt/core/runner/engine.py", "x = 1", False),
-        pytest.param("graphrt/trust/reads.py", "x = 1", False, marks=pytest.mark.trust),
+        pytest.param("graphrt/trust/glances.py", "x = 1", False, marks=pytest.mark.trust),
         ("native/path.c", "", False),
     ],
 )
@@ -167,7 +167,8 @@ for program in range(30):
             if place < 0.2:
                 views = runner.inputs.layout(rows if rows in (4, 8) else 8, 8).views
                 given = {{n: views[n][: len(v)].copy_(v) for n, v in given.items()}}
-            for _ in range(2):
+            # A step writes over views that are of another layout than its own.
+            for _ in range(1 if place < 0.2 and rows < 5 else 2):
                 outputs.append(runner(Batch(rows, rows, 1), **given).clone())
         moves = runner.inputs.layout(8, 8).known.values()
         written += sum(type(each.alike) is module.Writer for each in moves)

@@ -112,7 +112,7 @@ def test_every_public_callable_is_tried_with_garbage() -> None:
     [
         (
             "GraphRunner",
-            {"close", "release", "report", "seal", "unwrap", "weights_changed"},
+            {"close", "look", "release", "report", "seal", "unwrap", "weights_changed"},
         ),
         (
             "GraphDispatcher",

@@ -7,6 +7,7 @@ import sys
 import types
 import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
 from importlib.metadata import EntryPoint, EntryPoints
 from typing import Any
 
@@ -346,8 +347,8 @@ def two_installed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.usefixtures("built_ins")
 @pytest.mark.parametrize(
     ("value", "imported"),
-    [("off", []), (" off ", []), ("one", ["one"]), ("two, one", ["one", "two"]), ("two,", ["two"]),
-     ("", ["one", "two"]), (" ", ["one", "two"])],
+    [("off", []), (" off ", []), ("off,one", []), ("one", ["one"]), ("two, one", ["one", "two"]),
+     ("two,", ["two"]), ("", ["one", "two"]), (" ", ["one", "two"])],
 )  # fmt: skip
 def test_graphrt_plugins_says_which_installed_plugins_are_imported(
     value: str, imported: list[str], two_installed: list[str], monkeypatch: pytest.MonkeyPatch
@@ -548,6 +549,43 @@ def test_a_keyboard_interrupt_during_plugin_discovery_is_raised(raising_entry_po
 
     with pytest.raises(KeyboardInterrupt):
         registry(Interrupts("stops")).current()
+
+
+@pytest.mark.usefixtures("built_ins")
+@pytest.mark.parametrize("error", [ValueError, SystemExit, KeyboardInterrupt])
+@pytest.mark.parametrize("where", ["import", "hook", "generator", "availability", "start"])
+def test_a_plugin_that_fails_takes_along_what_it_registered(
+    where: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever it fails; what others have registered stays."""
+    known = PlatformRegistry(table("cpu"))
+
+    def fail() -> Any:
+        known.register(Plugin(StubPlatform("hidden")), "hidden")
+        raise error("no device")
+
+    class Fails(Plugin):
+        @hookimpl
+        def graphrt_platforms(self) -> Any:
+            return fail() if where == "hook" else iter(fail, 0) if where == "generator" else asked
+
+    asked = StubPlatform("asked")
+    if where in ("availability", "start"):
+        monkeypatch.setattr(asked, where, fail)
+    load = fail if where == "import" else lambda: Fails(None)
+    monkeypatch.setattr(EntryPoint, "load", lambda self: load())
+    listed = EntryPoints([entry("failing", "failing")])
+    monkeypatch.setattr(plugins, "entry_points", lambda group: listed)
+    known.register(Plugin(StubPlatform("other", available=False)), "other")
+    for _ in range(2):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", PluginWarning)
+            is_raised = error is KeyboardInterrupt or where == "start"
+            raised = error if error is KeyboardInterrupt else PlatformError
+            with pytest.raises(raised) if is_raised else nullcontext():
+                assert known.current({}).name == "cpu"
+    names = {name for name, _ in known._plugins.list_name_plugin()}
+    assert "other" in names and "hidden" not in names
 
 
 # Plugins that are wrong --------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from graphrt.platforms import Allocator, PoolHandle, PoolMemory
@@ -90,3 +91,31 @@ def test_allocating_routes_a_threads_allocations_to_the_pool_until_exit():
     # Once more, as an interrupt may.
     routing.__exit__(None, None, None)
     assert device.calls == over
+
+
+def test_a_miss_asks_the_allocator_once_after_each_capture():
+    device = Memory()
+    memory, handle = device.memory, device.memory.handle()
+    asked = 0
+
+    def stats(index: int) -> Mapping[str, Any]:
+        nonlocal asked
+        asked += 1
+        return device._stats(index)
+
+    memory._allocator = replace(memory._allocator, stats=stats)
+    device.has((100, 50, handle))
+    assert [memory.owns(at, grows=False) for at in (7, 8, 120, 9)] == [0, 0, 1, 0]
+    assert asked == 1
+    # While a capture may be under way, segments may come at any time.
+    assert not memory.owns(200) and asked == 2
+    device.has((100, 50, handle), (200, 50, handle))
+    assert memory.owns(200)
+    # And while the pool's memory is allocated by hand.
+    with memory.allocating():
+        asked = 0
+        assert not memory.owns(400, grows=False) and not memory.owns(400, grows=False)
+        assert asked == 2
+    memory.handle()
+    device.has((100, 50, memory.handle()), (400, 50, memory.handle()))
+    assert memory.owns(400, grows=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -162,3 +163,32 @@ def test_the_smaller_graphs_stay_on_a_nearly_full_device(
         x = torch.rand(2, 8)
         assert torch.equal(runner(x=x).cpu(), x + 1)
         assert runner.last_dispatch is not None and runner.last_dispatch.reason is Reason.HIT
+
+
+def test_a_first_step_without_memory_for_its_trial_is_replayed_with_one_warning(
+    nearly_full: Callable[[int], None],
+) -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        workspace = torch.empty(64 * MIB, dtype=torch.uint8, device=x.device)
+        return x + workspace[:1].fill_(1)
+
+    with GraphRunner(
+        forward,
+        mode="FULL",
+        sizes=[2, 4],
+        inputs={"x": InputSpec(torch.float32, ("tokens", 8))},
+        outputs=("tokens", 8),
+        platform="cuda",
+    ) as runner:
+        runner.capture()
+        nearly_full(16 * MIB)
+        x = torch.rand(2, 8)
+        with pytest.warns(errors.GraphMemoryWarning, match="no memory was left"):
+            assert torch.equal(runner(x=x).cpu(), x + 1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in range(8):
+                assert torch.equal(runner(x=x).cpu(), x + 1)
+                assert runner.last_dispatch is not None
+                assert runner.last_dispatch.reason is Reason.HIT
+        assert {each.status for each in runner.report().trust.trials} == {"untried"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -159,6 +160,10 @@ def test_the_demo_leaves_the_page_of_its_run_and_says_where(tmp_path):
     assert f"The page of this run: {page}" in "".join(text.splitlines())
     html = page.read_text(encoding="utf-8")
     assert "graphrt demo: FULL_AND_PIECEWISE on cpu" in html and "<svg" in html
+    # The times of all graphs are on it, as on the terminal, and the steps of one serving alone.
+    assert "Time of a step over its size" in html and "timed. runner.measure" not in html
+    replays = sum(map(int, re.findall(r"<title>(\d+) replays</title>", html)))
+    assert f"; {replays} steps replayed a graph" in " ".join(text.split())
 
 
 def test_the_demo_on_a_cpu_says_what_a_gpu_gave():

@@ -295,7 +295,7 @@ def test_a_prompt_with_a_picture_is_followed_by_replayed_steps():
     assert served(model) == (7, {})
     model.config.text_config.rms_norm_eps *= 2
     generate(model, tokens, **given)
-    name = "config.text_config.rms_norm_eps"
+    name = "model.config.text_config.rms_norm_eps"
     assert served(model)[1] == {f"the model is not as it was captured ({name}): recapture()": 7}
 
 
@@ -687,7 +687,9 @@ def test_a_changed_config_value_makes_steps_eager_until_the_value_is_restored():
         ours, theirs = logits_of(model, tokens), logits_of(plain, tokens)
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
         assert served(model)[0] == count
-    reason = "the model is not as it was captured (config.final_logit_softcapping): recapture()"
+    reason = (
+        "the model is not as it was captured (model.config.final_logit_softcapping): recapture()"
+    )
     assert served(model)[1] == {reason: 7}
     model.config = copy.deepcopy(model.config)
     model.config.final_logit_softcapping = 0.5
@@ -900,8 +902,8 @@ RIGHT = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]])
         ((torch.ones(2, 6),), "(rows, length)"),
         ((ONES, torch.ones(2, 8, dtype=torch.int64)), "shape of the prompts"),
         ((ONES, [[1] * 6] * 2), "shape of the prompts"),
-        ((ONES, RIGHT), "padded on the left"),
-        ((ONES, (1.0 - RIGHT.flip(1)) * -1e9), "padded on the left"),
+        ((ONES, RIGHT), "not on the left"),
+        ((ONES, (1.0 - RIGHT.flip(1)) * -1e9), "not on the left"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -93,7 +93,10 @@ def test_a_replaced_attention_function_makes_steps_eager_until_recapture(monkeyp
     with monkeypatch.context() as patch:
         patch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", weaker)
         assert_same(plain, model, tokens)
-        assert served(model) == (0, {CHANGED.format("the attention 'sdpa'"): 7})
+        assert served(model) == (
+            0,
+            {CHANGED.format("AttentionInterface._global_mapping['sdpa']"): 7},
+        )
         graphs_of(model).recapture()
         assert_same(plain, model, tokens)
         assert served(model)[0] == 7

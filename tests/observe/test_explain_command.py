@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -56,6 +58,22 @@ class AModule(torch.nn.Module):
 not_a_forward = 3
 
 
+def unmade():
+    raise OSError("no weights here")
+
+
+def unmade_by(config):
+    return torch.nn.Linear(config.width, 8)
+
+
+def made_number():
+    return 3
+
+
+def leaving(x):
+    raise SystemExit(7)
+
+
 def run(*arguments: str) -> tuple[int, str]:
     result = CliRunner().invoke(app, ["explain", *arguments], catch_exceptions=False)
     return result.exit_code, result.output
@@ -67,7 +85,24 @@ def test_explain_of_a_plain_forward_reports_no_obstacles():
     assert "Nothing stands in the way of one graph (FULL)." in text
     assert "Captured as FULL: a step is 1 graph, 0 eager parts" in text
     assert "It reads: global WEIGHT (256 B)" in text and "It writes: global COUNT (4 B)" in text
-    assert "The replay equals the forward." in text and "A step takes " in text
+    assert "The replay equals the forward." in text
+
+
+def test_an_explanation_ends_with_the_table_of_times_that_a_report_has():
+    """Also one without gain: an addition takes as long as a replay."""
+    _, text = run(f"{HERE}plain", "--input", INPUT, "--platform", "cpu", "--tokens", "3")
+    titles, row = text.rstrip().splitlines()[-2:]
+    assert titles.split() == ["graph", "by", "graph", "eager", "gain"]
+    time_of = r"[\d.]+ (us|ms)"
+    gain = rf"([\d.]+ times|no gain: {time_of} eagerly)"
+    assert re.fullmatch(rf"FULL \[3 tokens 3 reqs\] +{time_of} +{time_of}  {gain}", row)
+    one = replace(
+        explain(plain, {"x": InputSpec(torch.float32, ("tokens", 8))}, platform="cpu"),
+        graph_s=4e-6,
+        eager_s=3e-6,
+    )
+    assert str(one).splitlines()[-1].split("  ")[-1] == "no gain: 3 us eagerly"
+    assert str(replace(one, eager_s=8e-6)).splitlines()[-1].endswith("2.0 times")
 
 
 def test_the_code_in_an_explanation_builds_a_working_runner():
@@ -86,7 +121,8 @@ def test_the_printed_code_of_graphrt_explain_runs_unchanged(target, more):
     inputs = INPUT if target == "plain" else "input=float32[tokens,8]"
     _, text = run(f"{HERE}{target}", "--input", inputs, *more, "--platform", "cpu")
     names: dict[str, Any] = {}
-    exec(text[text.index(f"from {__name__} import") :], names)
+    code, _, _ = text[text.index(f"from {__name__} import") :].partition("\n\n")
+    exec(code, names)
     assert len(names["runner"].report().graphs) == 1
 
 
@@ -104,7 +140,7 @@ def test_explain_names_every_obstacle_operator_with_its_source_line():
 
 
 @pytest.mark.parametrize(
-    ("name", "why"), [("mixing", "without padding"), ("with_a_number", "BakedScalarError")]
+    ("name", "why"), [("mixing", "without padding"), ("with_a_number", "returned another value")]
 )
 def test_explain_of_an_uncapturable_forward_gives_the_reason_and_no_code(name, why):
     code, text = run(f"{HERE}{name}", "--input", INPUT, "--platform", "cpu")
@@ -118,6 +154,7 @@ def test_explain_of_an_uncapturable_forward_gives_the_reason_and_no_code(name, w
         ("def f(:", "SyntaxError"),
         ("1 / 0", "ZeroDivisionError"),
         ("raise SystemExit(3)", "SystemExit: 3"),
+        ("class Odd(BaseException): pass\nraise Odd(4)", "Odd: 4"),
     ],
 )
 def test_a_module_that_fails_at_its_import_is_named_with_its_error(
@@ -160,6 +197,10 @@ def test_explain_accepts_a_factory_target_and_prints_json():
             "fails on such inputs(.|\n)*RuntimeError",
         ),
         ([f"{HERE}made", "--made", "--input", "input=float8_e8m0fnu[tokens,8]"], "fails on such"),
+        ([f"{HERE}unmade", "--made", "--input", INPUT], "cannot be made(.|\n)*OSError: no weights"),
+        ([f"{HERE}unmade_by", "--made", "--input", INPUT], "cannot be made(.|\n)*'config'"),
+        ([f"{HERE}made_number", "--made", "--input", INPUT], "forward is called(.|\n)*an? int"),
+        ([f"{HERE}leaving", "--input", INPUT], "fails on such inputs(.|\n)*SystemExit: 7"),
         ([".x:f", "--input", INPUT], "no such forward"),
         (["..:f", "--input", INPUT], "no such forward"),
     ],

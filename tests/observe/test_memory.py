@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import warnings
 from dataclasses import replace
 
@@ -11,11 +12,13 @@ import pytest
 import torch
 
 from graphrt import Budget, GraphCost, GraphMode, GraphRunner, InputSpec
+from graphrt._forecast import GraphMemory, predicted
 from graphrt.cli.app import app
+from graphrt.core.base.texts import seconds_text, size_text
 from graphrt.core.device.contract import MemoryFigures
 from graphrt.errors import GraphMemoryWarning, InvalidOptionError
 from graphrt.observe import MemoryWatch, page
-from graphrt.observe.memory import GraphMemory, predicted, taken_and_predicted
+from graphrt.observe.memory import taken_and_predicted
 
 MIB = 1 << 20
 SIZES = [1, 2, 4, 8, 16, 32, 64]
@@ -108,7 +111,8 @@ def test_the_progress_bar_shows_the_predicted_memory():
     runner, stream = runner_of(), io.StringIO()
     runner.capture(progress=MemoryWatch(runner, stream=stream))
     lines = stream.getvalue().split("\r")
-    assert "predicted" not in lines[2] and "MiB predicted" in lines[3]
+    assert "left" not in lines[2]
+    assert re.search(r"left: about [\d.]+ (ms|us), [\d.]+ (B|KiB|MiB), next: ", lines[3])
     assert lines[-1].startswith("captured 7 graphs in ") and lines[-1].rstrip().endswith(" MiB")
 
 
@@ -201,3 +205,27 @@ def test_a_report_of_a_single_graph_has_no_predicted_memory():
     runner = runner_of([8])
     runner.capture()
     assert taken_and_predicted(runner.report().to_dict()) is None
+
+
+@pytest.mark.parametrize("kind", ["report", "data", "file"])
+def test_a_saved_report_says_what_a_capture_takes_before_its_first_graph(kind, tmp_path):
+    """With a size that the report has not, it says how many graphs it speaks of."""
+    before = runner_of()
+    before.capture()
+    report = before.report()
+    report.save(tmp_path / "run.json")
+    given = {"report": report, "data": report.to_dict(), "file": tmp_path / "run.json"}[kind]
+    for sizes, of in ((SIZES, ""), ([*SIZES, 128], " for 7 of 8")):
+        runner, stream = runner_of(sizes), io.StringIO()
+        runner.capture(progress=MemoryWatch(runner, stream=stream, report=given))
+        lines = stream.getvalue().split("\r")
+        size = size_text(report.pool_bytes or 0)
+        assert f"left: {seconds_text(report.capture_s)}, {size} by the report{of}" in lines[1]
+        assert "left: about " in lines[3] and "report" not in lines[3]
+
+
+def test_a_report_of_other_graphs_says_nothing_of_a_capture_and_is_refused():
+    before = runner_of([3])
+    before.capture()
+    with pytest.raises(InvalidOptionError, match=r"FULL \[3 tokens 3 reqs\]"):
+        MemoryWatch(runner_of(), report=before.report())

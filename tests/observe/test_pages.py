@@ -14,7 +14,8 @@ import torch
 
 from graphrt import Batch, GraphRunner, InputSpec
 from graphrt.core.base.errors import InvalidOptionError
-from graphrt.observe import load_report, page, trace, write_page
+from graphrt.cpu.platform import CpuPlatform
+from graphrt.observe import load_report, page, report_text, trace, write_page
 from tests.observe.planted import places, planted_runner, run_planted, short_document, step
 
 VOID = {"meta", "br", "i/"}
@@ -57,6 +58,7 @@ def traced(tmp_path_factory) -> Path:
     runner, path = planted_runner(), tmp_path_factory.mktemp("page") / "planted.json"
     with trace(path, runner):
         run_planted(runner)
+        runner.measure()
     return path
 
 
@@ -81,9 +83,11 @@ def test_a_page_has_all_sections_and_loads_no_external_resource(traced: Path):
         "What deserves a look",
         "In figures",
         "Graphs",
+        "Time of a step over its size",
         "Steps by reason",
         "Padding over batch size",
         "Where capture time went",
+        "Memory over captures",
         "Memory that graphs read",
     ]
 
@@ -247,3 +251,110 @@ def test_many_batch_sizes_are_grouped():
         runner(x=torch.zeros(tokens, 2))
     text = page(runner.report())
     assert ">1 to 5</th>" in text and ">96 to 100</th>" in text and "26 others" in text
+
+
+def timed(graph: dict[str, object], replay_s: float, eager_s: float) -> dict[str, object]:
+    return {**graph, "replay_s": replay_s, "eager_s": eager_s}
+
+
+def dots(svg: str) -> list[tuple[str, str, str]]:
+    """Class, place across and place down of the dots of a drawing."""
+    return re.findall(r'<circle class="(\w+)" cx="([\d.]+)%" cy="([\d.]+)%"', svg)
+
+
+def test_step_times_are_drawn_over_the_logarithm_of_the_size():
+    """A graph that is no faster says so, and the drawing has the heights of the times."""
+    data = planted_runner().report().to_dict()
+    data["graphs"] = [
+        timed(graph, 1e-3, 4e-3 if graph["tokens"] > 2 else 5e-4)
+        for graph in data["graphs"]
+        if "mixed" not in graph["graph"]
+    ]
+    text = page(data)
+    (svg,) = re.findall(r'<svg class="curves" role="img" aria-label="FULL: .*?</svg>', text)
+    by_graph, eager = ([d for d in dots(svg) if d[0] == css] for css in ("live", "eager"))
+    # Sizes 2, 4 and 16: logarithms 1, 2 and 4.
+    left, middle, right = (float(across) for _, across, _ in by_graph)
+    assert abs((middle - left) - (right - left) / 3) < 0.02
+    bottom, top = 86.0, 12.0
+    heights = [(bottom - float(down)) / (bottom - top) for _, _, down in eager]
+    assert heights == pytest.approx([0.125, 1.0, 1.0], abs=1e-3)
+    assert [(bottom - float(d)) / (bottom - top) for *_, d in by_graph] == pytest.approx([0.25] * 3)
+    assert "no gain: 500 us eagerly" in text and text.count("4.0 times") == 2
+    assert "not timed" not in text
+
+
+def test_each_kind_of_graph_has_its_own_curves_and_untimed_graphs_are_counted(traced: Path):
+    text = page(traced)
+    assert re.findall("<figcaption>(.*?)</figcaption>", text) == [
+        "FULL",
+        "FULL [variant=&#x27;mixed&#x27;]",
+    ]
+    # The smallest and the largest of each mode: "mixed" ones have the same sizes.
+    total = len(load_report(traced)["graphs"])
+    some = sum(graph["replay_s"] is not None for graph in load_report(traced)["graphs"])
+    assert 0 < some < total and f"{total - some} graphs not timed." in text
+    assert "No graph was timed. runner.measure()" in page(planted_runner().report())
+
+
+def test_the_memory_curve_adds_up_what_each_capture_took():
+    data = planted_runner().report().to_dict()
+    for at, graph in enumerate(data["graphs"]):
+        graph |= {"pool_bytes": (4 if at == 0 else at == 3) << 20, "driver_bytes": None}
+    text = page(data)
+    section = text.partition("Memory over captures")[2]
+    assert "4.0 MiB after the first graph, 5.0 MiB after all 6" in section
+    heights = [(86.0 - float(down)) / 74 for *_, down in dots(section)]
+    assert heights == pytest.approx([0.8, 0.8, 0.8, 1, 1, 1])
+    for graph in data["graphs"]:
+        graph["pool_bytes"] = None
+    assert "Memory over captures" not in page(data)
+
+
+@pytest.mark.parametrize("axis", ["tokens", "rows"])
+def test_a_model_without_tokens_has_rows_on_its_page_and_in_its_report(axis: str):
+    runner = GraphRunner(
+        lambda x: x + 1,
+        mode="FULL",
+        sizes=[2, 4],
+        inputs={"x": InputSpec(torch.float32, (axis, 8))},
+        platform="cpu",
+    )
+    runner.capture()
+    for rows in (1, 3, 20):
+        runner(x=torch.ones(rows, 8))
+    for text in (page(runner.report()), report_text(runner.report())):
+        told = re.sub(r"max_num_tokens=", "", text)
+        if axis == "rows":
+            assert "tokens" not in told and "reqs" not in re.sub("max_num_reqs", "", told)
+            assert "FULL [4 rows]" in told and "(20 rows)" in told
+            assert "max_num_tokens=" in text
+        else:
+            assert "FULL [4 tokens 4 reqs]" in told and "(20 tokens)" in told
+
+
+def test_a_page_names_the_platform_and_the_package_of_a_plugin():
+    class Plugged(CpuPlatform):
+        pass
+
+    Plugged.__module__ = "npu_plugin.platform"
+    inputs = {"x": InputSpec(torch.float32, ("tokens", 8))}
+    runner = GraphRunner(lambda x: x, sizes=[2], inputs=inputs, platform=Plugged(), mode="FULL")
+    assert "platform cpu of npu_plugin<" in page(runner.report())
+    assert "platform cpu<" in page(planted_runner().report())
+
+
+def test_a_report_of_before_times_and_platforms_still_has_a_page():
+    data = planted_runner().report().to_dict()
+    del data["platform"], data["axis"]
+    for graph in data["graphs"]:
+        del graph["replay_s"], graph["eager_s"]
+    assert "No graph was timed" in page(data)
+
+
+def test_a_model_with_both_tokens_and_rows_keeps_tokens():
+    inputs = {name: InputSpec(torch.float32, (name, 8)) for name in ("tokens", "rows")}
+    runner = GraphRunner(
+        lambda tokens, rows: tokens + rows, mode="FULL", sizes=[2], inputs=inputs, platform="cpu"
+    )
+    assert runner.report().axis == "tokens"

@@ -7,9 +7,13 @@ import logging
 import re
 import sys
 import time
+from typing import Any
 
 import pytest
+import torch
 
+from graphrt import GraphRunner, InputSpec
+from graphrt._forecast import CaptureBar, seconds_left
 from graphrt.core.base.errors import InvalidOptionError
 from tests import starts
 from tests.observe.planted import planted_runner, run_planted, step
@@ -31,9 +35,13 @@ def test_a_terminal_shows_a_capture_bar_ended_by_a_summary_line(method, monkeypa
     took = time.perf_counter() - began
     lines = stream.getvalue().split("\r")
     assert lines[0] == "" and len(lines) == 8
-    assert lines[1].startswith("[........................] 0/6, next: 16 tokens 16 reqs")
-    assert lines[6].startswith("[####################....] 5/6, next: 2 tokens")
-    last = re.fullmatch(r"captured 6 graphs in ([\d.]+) (ms|s) *\n", lines[7])
+    time_of = r"[\d.]+ (us|ms|s)"
+    assert re.match(rf"\[\.{{12}}\] 0/6, {time_of}, next: 16 tokens 16 reqs", lines[1])
+    assert re.match(rf"\[##\.{{10}}\] 1/6, {time_of}, next: 16 tokens 16 reqs", lines[2])
+    for line in lines[3:7]:
+        rest = rf"left: about {time_of}, [\d.]+ (B|KiB), next: "
+        assert re.match(rf"\[#+\.+\] \d/6, {time_of}, {rest}", line) and len(line) < 80
+    last = re.fullmatch(r"captured 6 graphs in ([\d.]+) (ms|s), 256.0 KiB *\n", lines[7])
     assert last is not None
     assert 0 < float(last[1]) * {"ms": 1e-3, "s": 1.0}[last[2]] < took + 0.01
     # Nothing of a longer line is left of it.
@@ -86,3 +94,42 @@ def test_the_log_level_variable_prints_log_lines_to_stderr(level, lines, monkeyp
     done = starts.run("-c", CODE, check=True)
     said = [line for line in done.stderr.splitlines() if " graphrt " in line]
     assert len(said) == lines and all(" INFO captured " in line for line in said)
+
+
+def test_the_rest_takes_as_long_as_the_last_graphs_of_its_mode():
+    """The first graph of all does not count: it compiles, and its warm-up is watched."""
+    captured = [("FULL", 9.0), ("FULL", 2.0), ("FULL", 1.0)]
+    assert seconds_left(captured[:1], ["FULL"]) is None
+    assert seconds_left(captured[:2], ["FULL"] * 3) == 6.0
+    assert seconds_left(captured, ["FULL"] * 3) == 3.0
+    # One that was slow by chance is not taken for all.
+    assert seconds_left([*captured, ("FULL", 3.0)], ["FULL"]) == 2.0
+    # Another mode goes by its own graphs, once it has some.
+    assert seconds_left([*captured, ("PIECEWISE", 4.0)], ["PIECEWISE"]) == 4.0
+    assert seconds_left(captured, ["PIECEWISE"]) == 1.0
+
+
+def test_the_seconds_that_are_left_are_those_that_it_takes():
+    """A forward that sleeps: warm-ups and captures take the same for every size."""
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.02)
+        return x + 1
+
+    inputs = {"x": InputSpec(torch.float32, ("tokens", 4))}
+    runner: GraphRunner[torch.Tensor] = GraphRunner(
+        forward, mode="FULL", sizes=range(1, 9), inputs=inputs, platform="cpu"
+    )
+    stream, moments = Terminal(), []
+    bar = CaptureBar(runner.graphs, stream)
+
+    def progress(*args: Any) -> None:
+        bar(*args)
+        moments.append(time.perf_counter())
+
+    runner.capture(progress=progress)
+    line = stream.getvalue().split("\r")[3]
+    told = re.search(r"left: about ([\d.]+) ms", line)
+    assert told is not None
+    took = moments[-1] - moments[2]
+    assert 0.7 * took < float(told[1]) / 1e3 < 1.3 * took

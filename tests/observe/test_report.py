@@ -28,12 +28,13 @@ from tests.observe.planted import MIXED, PADDED, TOO_LARGE, planted_runner, run_
 KEYS = {
     "graphrt_report", "versions", "mode", "device", "capture_s", "pool_bytes",
     "driver_bytes", "graphs", "dropped", "missing", "steps", "live_tokens", "padded_tokens",
-    "padding", "staging_waits", "trust", "limit",
+    "padding", "staging_waits", "platform", "axis", "trust", "limit",
 }  # fmt: skip
 GRAPH_KEYS = {
-    "graph", "mode", "tokens", "reqs", "capture_s", "warm_up_s", "began_s", "pool_bytes",
-    "driver_bytes", "streams", "steps", "not_served", "sizes", "live_tokens", "padded_tokens",
-    "trial", "tried_steps", "deterministic", "failure", "notes", "replay_s", "eager_s",
+    "graph", "mode", "tokens", "reqs", "attempts", "capture_s", "warm_up_s", "began_s",
+    "pool_bytes", "driver_bytes", "streams", "steps", "not_served", "sizes", "live_tokens",
+    "padded_tokens", "trial", "tried_steps", "deterministic", "failure", "notes", "replay_s",
+    "eager_s",
 }  # fmt: skip
 
 

@@ -175,3 +175,33 @@ def test_a_rank_that_skipped_a_step_is_named_by_an_error() -> None:
     by_rank = launch(case, 2)
     assert by_rank[0]["error"] == "RankStoppedError"
     assert "rank 1: it has left the agreement" in by_rank[0]["text"]
+
+
+# Captures that are tried before a warm-up ---------------------------------------------------------
+
+
+def tried(**of_ranks: dict[str, Any]) -> dict[str, Any]:
+    """A case of FULL graphs without collectives."""
+    names = {name.removeprefix("rank_"): mine for name, mine in of_ranks.items()}
+    return {"sizes": SIZES, "tried": True, "alone": True, "mode": "FULL", "of_rank": names}
+
+
+def test_a_capture_that_fails_on_a_single_rank_is_repeated_on_all() -> None:
+    fails = {"fails_at": (4, "CaptureSyncError")}
+    by_rank = launch(tried(rank_1=fails) | {"steps": 20}, 2)
+    assert_same(by_rank)
+    assert by_rank[0]["log"] == [[8, 1], [4, 2], [2, 1], [1, 1]]
+
+
+def test_a_capture_that_no_rank_may_repeat_ends_after_one_attempt() -> None:
+    fails = {"fails_at": (4, "RefusedOpError")}
+    by_rank = launch(tried(rank_0=fails, rank_1=fails) | {"steps": 0}, 2)
+    assert [seen["error"] for seen in by_rank.values()] == ["RefusedOpError"] * 2
+
+
+def test_with_ranks_every_size_in_pieces_is_warmed_up() -> None:
+    """A rank that fails would leave the others in collectives of the parts before."""
+    by_rank = launch({"sizes": SIZES, "steps": 4, "tried": True}, 2)
+    assert_same(by_rank)
+    # Besides the steps each size sums over ranks in its warm-up, and in its capture.
+    assert by_rank[0]["collectives"] >= 2 * len(SIZES)

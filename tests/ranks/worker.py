@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from graphrt import (
     Batch,
+    BatchDescriptor,
     GraphMode,
     GraphOptions,
     GraphRunner,
@@ -29,11 +30,33 @@ from graphrt import (
     Reason,
     current_context,
     eager_break,
+    errors,
 )
 from graphrt.core.base.errors import GraphRTError
+from graphrt.core.device.contract import Capability
+from graphrt.cpu import CpuPlatform
 from graphrt.ranks import Agreement
 
 WIDTH = 8
+
+
+class Tried(CpuPlatform):
+    """The CPU, of which a failed capture costs nothing, and which is said to run nothing in it."""
+
+    capture_executes = False
+    capabilities = CpuPlatform.capabilities | {Capability.FREE_FAILURES}
+
+
+class FirstCalls:
+    """A `Host(bind=)` that lets the first capture of a size fail."""
+
+    def __init__(self, fails_at: int = 0, error: str = "") -> None:
+        self._fails_at, self._error = fails_at, error
+
+    def __call__(self, buffers: Any, descriptor: BatchDescriptor, phase: str) -> None:
+        if phase == "capture" and descriptor.num_tokens == self._fails_at:
+            self._fails_at = 0
+            raise getattr(errors, self._error)("a first call")
 
 
 class Model:
@@ -47,10 +70,13 @@ class Model:
         self.turn = "turn", 0
         self.dies = False
         self.sums_rows = False
+        self.is_alone = False
         self._group, self._log, self._counts = group, log, counts
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         hidden = torch.tanh(x @ self.weight)
+        if self.is_alone:
+            return hidden * self.scale
         if self._counts:
             name, run = self.turn
             self.turn = name, run + 1
@@ -107,6 +133,7 @@ def main(
     group = dist.new_group(backend="gloo")
     model = Model(group, log, counts=case.get("counts", False))
     model.sums_rows = case.get("sums_rows", False)
+    model.is_alone = case.get("alone", False)
     plan = dict(case.get("plan", {}))
     mine = case.get("of_rank", {}).get(str(dist.get_rank()), {})
     plan.update(mine.get("plan", {}))
@@ -122,8 +149,8 @@ def main(
                 check=mine.get("check", case.get("check", "capture")),
                 lazy=case.get("lazy", False),
             ),
-            host=Host(ranks=agreement),
-            platform="cpu",
+            host=Host(ranks=agreement, bind=FirstCalls(*mine.get("fails_at", ()))),
+            platform=Tried() if case.get("tried") else "cpu",
             **plan,
         ) as runner,
     ):
@@ -135,6 +162,8 @@ def main(
         except GraphRTError:
             LAST[1] = time.monotonic()
             raise
+        if case.get("tried"):
+            log += [[each.descriptor.num_tokens, each.attempts] for each in runner.report().graphs]
         reasons.update({reason.name: n for reason, n in runner.report().reasons.items() if n})
 
 

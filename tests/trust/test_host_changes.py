@@ -19,7 +19,7 @@ from graphrt.core.base._native_door import NativeGlances, NativeWatch, native_st
 from graphrt.core.dispatch.reasons import Reason
 from graphrt.errors import GraphQuarantinedWarning, StaleInputError, VerificationError
 from graphrt.observe import report_text
-from graphrt.trust import host_watch
+from graphrt.trust import glances, host_watch
 from graphrt.trust import reads as reads_module
 from graphrt.trust.host_watch import watch_state
 from graphrt.trust.places.walk import where_is
@@ -311,7 +311,8 @@ def test_an_interrupted_check_for_changes_puts_the_graphs_in_quarantine(
     else:
         held.inner = SimpleNamespace(scale=2.0 if of == "object" else 1.0)
     runner.graphs.checks.pending = dict.fromkeys(runner.graphs.checks.records, -1)
-    real = getattr(reads_module.ReadSet, where)
+    owner = host_watch.HostWatch if where == "take" else reads_module.ReadSet
+    real = getattr(owner, where)
 
     def interrupted(*args: Any) -> None:
         real(*args)
@@ -320,7 +321,7 @@ def test_an_interrupted_check_for_changes_puts_the_graphs_in_quarantine(
     is_interrupted = False
     with monkeypatch.context() as patch, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        patch.setattr(reads_module.ReadSet, where, interrupted)
+        patch.setattr(owner, where, interrupted)
         try:
             runner(x=torch.ones(4, WIDTH))
         except KeyboardInterrupt:
@@ -512,8 +513,7 @@ def test_checks_of_a_tensor_in_c_and_in_python_find_the_same_changes(
         assert reads is not None
         looks = [reads.glances(repeat(True))]
         with monkeypatch.context() as patch:
-            for module in (host_watch, reads_module):
-                patch.setattr(module, "NativeGlances", None)
+            patch.setattr(glances, "NativeGlances", None)
             looks.append(reads.glances(repeat(True)))
         assert type(looks[0]) is not type(looks[1])
         was = where_is(held[at])

@@ -26,6 +26,7 @@ from graphrt import (
     current_context,
 )
 from graphrt.core.base.errors import (
+    GraphMemoryWarning,
     GraphQuarantinedWarning,
     InvalidInputError,
     InvalidOptionError,
@@ -34,6 +35,8 @@ from graphrt.core.base.errors import (
     VerificationError,
 )
 from graphrt.core.runner.engine import StepEngine
+from graphrt.observe import findings
+from graphrt.trust.runner import RunnerChecks
 from tests.draws import rest_long
 from tests.trust.twins import ambient_state_put_back
 
@@ -455,6 +458,100 @@ def test_an_error_of_the_forward_in_a_trial_is_raised_and_state_restored():
     padded.call = call
     runner(x=rows(4))
     assert model.state.tolist() == [1.0, 1.0]
+
+
+class FillsTheDevice(torch.nn.Module):
+    """A forward for whose eager runs there is no memory while a file says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("state", torch.zeros(2))
+        self.scale = 2.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.state.add_(1)
+        if CAPTURING.exists():
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return x * self.scale
+
+
+def without_memory(**options: Any) -> tuple[FillsTheDevice, GraphRunner]:
+    model = FillsTheDevice()
+    runner = runner_of(model, mode=options.pop("mode", "FULL"), **options)
+    runner.capture()
+    CAPTURING.touch()
+    return model, runner
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+@pytest.mark.parametrize("level", ["capture", "always"])
+def test_a_first_step_without_memory_for_a_trial_is_replayed_with_one_warning(level, mode):
+    model, runner = without_memory(level=level, mode=mode)
+    with pytest.warns(GraphMemoryWarning, match="no memory was left for a trial") as warned:
+        step(runner, 3)
+    assert len(warned) == 1 and "2.00 GiB" in str(warned[0].message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for served in range(2, 30):
+            step(runner, served % 8 + 1)
+            assert runner.last_dispatch.reason is Reason.HIT
+            assert model.state.tolist() == [served] * 2
+        assert set(trials(runner).values()) == {0}
+        of_four = next(
+            each for each in runner.report().trust.trials if each.descriptor.num_tokens == 4
+        )
+        assert (of_four.status, of_four.notes) == ("untried", ("no memory was left for a trial",))
+        assert any("never checked" in str(each) for each in findings(runner.report()))
+        CAPTURING.unlink()  # Memory came back: a later step is tried.
+        for _ in range(200):
+            step(runner, 3)
+    tried = {each.descriptor.num_tokens: each.status for each in runner.report().trust.trials}
+    assert tried[4] == "tried"
+    assert not any("never checked" in str(each) for each in findings(runner.report()))
+
+
+@pytest.mark.filterwarnings("ignore::graphrt.errors.GraphMemoryWarning")
+def test_trials_become_rarer_while_there_is_no_memory(monkeypatch):
+    _, runner = without_memory()
+    attempts, real = [], RunnerChecks._try
+
+    def counted(*args: Any, **more: Any) -> Any:
+        attempts.append(number)
+        return real(*args, **more)
+
+    monkeypatch.setattr(RunnerChecks, "_try", counted)
+    for number in range(400):  # noqa: B007 - `counted` reads it
+        step(runner, 4)
+    assert attempts == [0, 65, 194]
+
+
+def test_among_ranks_a_trial_without_memory_raises(monkeypatch):
+    """The collectives of a replay would meet those of the other ranks' trials."""
+    model, runner = without_memory()
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    with pytest.raises(torch.OutOfMemoryError):
+        step(runner, 4)
+    assert model.state.tolist() == [0, 0]
+
+
+def test_a_change_by_the_host_without_memory_for_a_trial_quarantines_the_graph():
+    model, runner = without_memory()
+    with pytest.warns(GraphMemoryWarning):
+        step(runner, 4)
+    CAPTURING.unlink()
+    for _ in range(80):
+        step(runner, 4)
+    CAPTURING.touch()
+    model.scale = 3.0
+    # No memory for the eager step either.
+    with (
+        pytest.warns(GraphQuarantinedWarning, match="it cannot be tried: CUDA out of memory"),
+        pytest.raises(torch.OutOfMemoryError),
+    ):
+        go_on(runner)
+    CAPTURING.unlink()
+    assert torch.equal(runner(x=rows(4)), rows(4) * 3)
+    assert runner.last_dispatch.reason is Reason.QUARANTINED
 
 
 @pytest.mark.parametrize("ends", ["recapture", "release"])

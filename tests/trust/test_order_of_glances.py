@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from itertools import repeat
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,11 @@ import torch
 from torch import nn
 
 from graphrt import GraphRunner, InputSpec, Reason
-from graphrt.trust.places.slots import ELEMENT, ITEM, Place, ring_of
+from graphrt.trust import host_watch
+from graphrt.trust.glances import ring_of
+from graphrt.trust.host_watch import HostWatch
+from graphrt.trust.places.slots import ELEMENT, ITEM, Place
+from graphrt.trust.places.walk import places_of
 
 WIDTH = 4
 
@@ -141,3 +146,33 @@ def test_a_change_in_all_layers_is_found_by_one_of_the_first_looks_however_many_
     assert late <= 8, late
     assert runner.last_dispatch is not None
     assert runner.last_dispatch.reason is Reason.QUARANTINED
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales, self.names, self.scale = [1.0, 2.0], {"a": [3.0]}, 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scales[0] * self.names["a"][0] * self.scale
+
+
+def test_glances_go_by_the_order_of_the_walk_and_not_by_that_of_containers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    places = places_of(nn.Sequential(*(Mixed() for _ in range(3))).forward)
+    walked = [*(place for place, _ in (*places.objects, *places.outline)), *places.numbers]
+    host, ordered = HostWatch(), list[Place]()
+
+    def noted(reads: Any, others: Any) -> Any:
+        ordered.extend(place for place, _ in others)
+        return ring_of(reads, others)
+
+    monkeypatch.setattr(host_watch, "ring_of", noted)
+    host.aim(places)
+    host.glances([], repeat(True))
+    glanced = {*map(id, ordered)}
+    expected = [*dict.fromkeys(id(place) for place in walked if id(place) in glanced)]
+    # Lengths of containers come last.
+    assert 8 < len(expected) < len(ordered)
+    assert [*map(id, ordered)][: len(expected)] == expected

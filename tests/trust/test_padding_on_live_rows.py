@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -140,6 +141,51 @@ def by_operator(pad: int, rows: int = ROWS, *, skips: bool = False) -> Program:
     return forward, {"x": X, "slot": index(pad), "read": index(pad)}
 
 
+@torch.library.custom_op("graphrt_tests::store_along", mutates_args=("cache",))
+def store_along(cache: torch.Tensor, slot: torch.Tensor, new: torch.Tensor) -> None:
+    for row, at in zip(new, slot.tolist(), strict=True):
+        cache[:, at] = row
+
+
+def one_hot_along(cache: torch.Tensor, at: torch.Tensor, new: torch.Tensor) -> None:
+    hits = (at % cache.shape[1])[:, None] == torch.arange(cache.shape[1])
+    cache.copy_(torch.where(hits.any(0)[:, None], hits.to(new.dtype).T @ new, cache))
+
+
+# Kind of a write along dimension 1 of (layers, rows, width).
+ALONG: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]] = {
+    "[:, i]": lambda cache, at, new: cache.__setitem__((slice(None), at), new),
+    "[:, i, :n]": lambda cache, at, new: cache[:, :, :3].__setitem__((slice(None), at), new[:, :3]),
+    "T[:, i]": lambda cache, at, new: cache[1].T.__setitem__((slice(None), at), new.T),
+    "index_copy_": lambda cache, at, new: cache.select(0, 1).index_copy_(
+        -2, at % cache.shape[1], new
+    ),
+    "index_copy_ of dimension 1": lambda cache, at, new: cache.index_copy_(
+        1, at % cache.shape[1], new.expand(3, *new.shape)
+    ),
+    "scatter_": lambda cache, at, new: cache[1].T.scatter_(
+        1, (at % cache.shape[1]).expand(new.T.shape), new.T
+    ),
+    "put_": lambda cache, at, new: cache[:, :, 0].put_(
+        at % cache.shape[1] - cache.shape[1], new[:, 0]
+    ),
+    "operator": store_along,
+    "operator of a view": lambda cache, at, new: store_row(cache.transpose(0, 1), new, at, False),
+    "one-hot": one_hot_along,
+}
+
+
+def along(pad: int, way: str, rows: int = ROWS) -> Program:
+    """Rows are dimension 1: the commonest layout of keys and values."""
+    cache = torch.zeros(3, rows, WIDTH)
+
+    def forward(x, slot, read):
+        ALONG[way](cache, slot, x * 2 + 1)
+        return x + cache[:, read].sum(0)
+
+    return forward, {"x": X, "slot": index(pad), "read": index(pad)}
+
+
 # Steps -------------------------------------------------------------------------------------------
 
 
@@ -233,6 +279,7 @@ WRONG: dict[str, tuple[Callable[[], Program], Steps]] = {
     "pages": (lambda: by_pages(0), pages_of(0, unused=0)),
     "pages, another pad": (lambda: by_pages(6), pages_of(6, unused=6)),
     "an operator that counts from the end": (lambda: by_operator(-1), slots_of(31, writes=7)),
+    **{f"dimension 1, {way}": (partial(along, 17, way), slots_of(17, writes=7)) for way in ALONG},
 }
 
 
@@ -269,6 +316,7 @@ RIGHT: dict[str, tuple[Callable[[], Program], Steps]] = {
     "spare last page": (lambda: by_pages(7), pages_of(0, unused=7)),
     "an operator that skips -1": (lambda: by_operator(-1, skips=True), later(31, 7)),
     "an operator with a spare row": (lambda: by_operator(-1, ROWS + 1), later(31, 7)),
+    **{f"dimension 1, {way}": (partial(along, ROWS, way, ROWS + 1), later(31, 7)) for way in ALONG},
 }
 
 

@@ -20,9 +20,10 @@ from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.wrapper import GraphWrapper
 from graphrt.core.replay.pool import GraphPool
 from graphrt.trust.host_watch import HostWatch
+from graphrt.trust.picture import Picture
 from graphrt.trust.places.slots import MISSING, same_value
-from graphrt.trust.places.walk import Places, places_of, where_is
-from graphrt.trust.snapshot import PythonState, described
+from graphrt.trust.places.walk import Places, places_of
+from graphrt.trust.snapshot import described
 
 SCALE = torch.ones(2)
 FACTOR = 3
@@ -98,28 +99,22 @@ def tensor() -> torch.Tensor:
 
 
 class Looked:
-    """What later looks compare with: slots and dicts of a walk, and where its tensors are."""
+    """What later looks compare with: all that a walk has found."""
 
     def __init__(self, places: Places) -> None:
         self.host = HostWatch()
         self.host.aim(places)
-        self.tensors = [(place, held, where_is(held)) for place, held in places.tensors]
 
     def broken(self) -> list[str]:
         """The paths at which something else is since the last time."""
-        changes = self.host.take([place for place, _, _ in self.tensors])
-        moved = [
-            place.path
-            for place, held, was in self.tensors
-            if place.get() is not held or where_is(held) != was
-        ]
-        return [*moved, *({} if changes is None else changes.changes)]
+        changes = self.host.take()
+        return [] if changes is None else [*changes.changes]
 
 
-def changed(values: PythonState) -> list[str]:
+def changed(values: Picture) -> list[str]:
     """The paths of numbers, objects and lengths that have changed."""
     was, values.was = values.was, values.take()
-    return [*values.changed(was, values.was)]
+    return [place.path for place, _, _ in values.changes(was, values.was)]
 
 
 def values_of(places: Places) -> list[object]:
@@ -510,7 +505,7 @@ def test_an_emptied_attribute_reads_as_missing_and_can_be_set_again(live):
 def test_an_item_of_a_list_that_became_shorter_is_missing():
     held = [1, 2]
     places = places_of(lambda x: held)
-    values = PythonState(places, baked=True)
+    values = Picture(places)
     held.pop()
     assert values_of(places) == [1, MISSING]
     assert changed(values) == ["closure held[1]", "len(closure held)"]
@@ -663,7 +658,7 @@ def test_a_replaced_container_of_numbers_is_reported():
     model = Model()
     model.state = {"position": 1}
     places = places_of(model)
-    values = PythonState(places, baked=True)
+    values = Picture(places)
     model.state = {"position": 2}
     assert changed(values) == ["model.state"]
 

@@ -20,9 +20,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from graphrt.trust.picture import Picture
 from graphrt.trust.places.slots import MISSING, same_value
 from graphrt.trust.places.walk import places_of
-from graphrt.trust.snapshot import PythonState
 from tests.trust.test_places import Looked, changed, values_of
 
 
@@ -210,7 +210,7 @@ def test_long_containers_of_numbers_are_watched_by_length_alone_and_quickly(held
     assert min(took) < 0.01
     assert not values_of(places)
     if hasattr(held, "pop"):
-        values = PythonState(places, baked=True)
+        values = Picture(places)
         held.pop(*([] if not isinstance(held, dict) else ["0"]))
         assert changed(values) == ["len(closure held)"]
 

@@ -74,6 +74,6 @@ def test_freed_tensors_are_left_out_of_a_comparison_of_state():
         passing.clear()
         now = saves.take()
         saves.restore()
-    runs = [Run(None, Left(each, [], [], []), Watch()) for each in (before, now)]
+    runs = [Run(None, Left(each, [], [], [], []), Watch()) for each in (before, now)]
     assert [len(each) for each in (before, *_memory(*runs))] == [2, 1, 1]
     assert torch.equal(state, torch.zeros(2))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from graphrt import GraphRunner, InputSpec, State, current_context
+from graphrt import GraphOptions, GraphRunner, Host, InputSpec, Reason, State, current_context
 from graphrt.core.base.errors import InvalidOptionError, StaleInputError, StateTooLargeError
 from graphrt.trust.snapshot import StateSnapshot
 
@@ -83,3 +85,62 @@ def test_a_capture_lists_the_input_buffers_as_fixed_memory():
     run = GraphRunner(forward, mode="FULL", sizes=[2], inputs={"x": spec}, platform="cpu")
     run.capture()
     assert True in told and False not in told
+
+
+@torch.library.custom_op("graphrt_tests::advance", mutates_args=())
+def advance(x: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    """Writes `count`, which its schema does not say."""
+    count.detach().numpy()[...] += 1
+    return x + count
+
+
+@pytest.mark.parametrize("kind", ["tensor", "functions"])
+@pytest.mark.parametrize("level", ["off", "capture", "first", "always"])
+def test_declared_state_advances_once_a_step_whatever_is_checked(level: Any, kind: str) -> None:
+    """A trial runs the forward several times, and so does `verify()`."""
+    count = torch.zeros(1)
+    functions = State(save=count.clone, restore=count.copy_)
+    runner: Any = GraphRunner(
+        lambda x: torch.ops.graphrt_tests.advance(x, count),
+        mode="FULL",
+        sizes=[2, 4],
+        inputs={"x": InputSpec(torch.float32, ("tokens", 2))},
+        outputs=("tokens", 2),
+        host=Host(state=[count if kind == "tensor" else functions]),
+        options=GraphOptions(check=level),
+        platform="cpu",
+    )
+    runner.capture()
+    assert count.item() == 0
+    for call, step in ((runner, 1), (runner, 2), (runner.verify, 3), (runner, 4)):
+        assert torch.equal(call(x=torch.ones(3, 2)), torch.full((3, 2), step + 1.0))
+        assert count.item() == step
+        assert runner.last_dispatch.reason is Reason.HIT
+
+
+@pytest.mark.parametrize("level", ["capture", "always"])
+def test_declared_state_advances_once_in_an_eager_step_beside_padding(level: Any) -> None:
+    """At `always` such a step runs twice, to see which rows it reads."""
+    count, cache = torch.zeros(1), torch.zeros(9, 2)
+
+    def forward(x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        cache[at] = x
+        return torch.ops.graphrt_tests.advance(x, count)
+
+    runner: Any = GraphRunner(
+        forward,
+        mode="FULL",
+        sizes=[2, 4],
+        inputs={
+            "x": InputSpec(torch.float32, ("tokens", 2)),
+            "at": InputSpec(torch.int64, ("tokens",), index=True, pad=8),
+        },
+        outputs=("tokens", 2),
+        host=Host(state=[count]),
+        options=GraphOptions(check=level),
+        platform="cpu",
+    )
+    runner.capture()
+    for step, rows in enumerate((3, 6, 3, 6), start=1):
+        runner(x=torch.ones(rows, 2), at=torch.arange(rows))
+        assert count.item() == step

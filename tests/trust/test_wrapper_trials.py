@@ -35,6 +35,7 @@ from graphrt import (
 )
 from graphrt.core.base._native_door import NativeWatch
 from graphrt.errors import (
+    GraphMemoryWarning,
     GraphQuarantinedWarning,
     MissingUpdateError,
     StaleInputError,
@@ -583,3 +584,31 @@ def test_eager_steps_of_a_runner_in_quarantine_replay_no_wrapper_in_its_forward(
         steps = [runner(x=torch.ones(4, 4)).clone() for _ in range(70)]
     assert runner.last_dispatch.reason is Reason.QUARANTINED
     assert torch.equal(steps[-1], torch.full((4, 4), 3.0))
+
+
+def test_a_wrapper_without_memory_for_a_trial_replays_with_one_warning(tmp_path):
+    full = tmp_path / "full"  # A file: no watch sees it change.
+    state = torch.zeros(1)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        state.add_(1)
+        if full.exists():
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return x * 2
+
+    options = GraphOptions(lazy=True)
+    wrapper = GraphWrapper(
+        forward, "FULL", pool=GraphPool("cpu"), options=options, trials=WrapperTrials()
+    )
+    x, descriptor = torch.ones(2, 2), BatchDescriptor(2)
+    with forward_context("FULL", descriptor):
+        wrapper(x)
+    full.touch()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for value in range(1, 5):
+            x.fill_(value)
+            with forward_context("FULL", descriptor):
+                assert wrapper(x).tolist() == [[2.0 * value] * 2] * 2
+    assert [each.category for each in warned] == [GraphMemoryWarning]
+    assert state.item() == 5

@@ -37,7 +37,10 @@ class GraphRTError(Exception):
         return printable("\n  ".join((self.what, *lines)))
 
 
-IN_PIECES = 'mark the function around it @eager_break and capture in pieces (mode="PIECEWISE")'
+IN_PIECES = (
+    'mark the function around it @eager_break and capture in pieces (mode="PIECEWISE"); it has to '
+    "return new tensors, in every branch"
+)
 """Advice for what no graph can hold: under FULL, and in a wrapper that is not breakable, the mark
 alone does nothing."""
 
@@ -184,6 +187,10 @@ class OutputError(CaptureError):
 class BreakError(GraphRTError):
     """An eager break returned something its captured readers cannot use."""
 
+    by_part: bool = True
+    """Whether an eager part has returned it: the step may run eagerly then. Where the host has
+    changed a number that graphs keep, it raises."""
+
 
 class PoolError(GraphRTError):
     """Root of the errors about graph memory pools."""
@@ -225,7 +232,8 @@ class DeviceHangError(GraphRTError):
 
 
 class VerificationError(GraphRTError):
-    """A replay differed from the same callable run eagerly on the same inputs."""
+    """A replay differed from the same callable run eagerly on the same inputs, or an eager step has
+    written an input."""
 
 
 class BakedScalarError(BreakError, VerificationError):
@@ -266,11 +274,16 @@ class GraphsDroppedWarning(UserWarning):
 
 
 class GraphMemoryWarning(UserWarning):
-    """The graphs of a plan will take more memory than there is, or than they may."""
+    """The graphs of a plan will take more memory than there is, or than they may; or a step's trial
+    found none, and its graph is replayed unchecked."""
 
 
 class StaleTensorWarning(UserWarning):
-    """A forward leaves tensors of its graphs in Python, where no replay makes new ones."""
+    """A forward leaves tensors of its graphs, or inputs, in Python: no replay makes new ones."""
+
+
+class BreakWarning(UserWarning):
+    """An eager break read tensors on the host and returned a Python number, which graphs keep."""
 
 
 class GraphQuarantinedWarning(UserWarning):

@@ -38,9 +38,8 @@ TWINS = (
 
 
 TRUST = (
+    "trust/glances.py",
     "trust/host_watch.py",
-    "trust/places/slots.py",
-    "trust/reads.py",
 )
 """Those of `graphrt.trust`, which a program without checks may lack."""
 

@@ -7,7 +7,7 @@ Graphs, eager parts and compiled code hold the settings of their capture. No ste
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -50,7 +50,13 @@ def settings(*kinds: str) -> Iterator[Setting]:
 def around_part() -> dict[str, Any]:
     """The settings that an eager part must have as around its forward: graphs have no gradients,
     so those are not among them."""
-    return {row.name: row.read() for row in settings() if row.part}
+    return {row.name: row.read() for row in _rows_of_parts()}
+
+
+@cache
+def _rows_of_parts() -> tuple[Setting, ...]:
+    # Every eager part of a capture asks.
+    return tuple(row for row in settings() if row.part)
 
 
 def _autocast(kind: str) -> torch.dtype | None:

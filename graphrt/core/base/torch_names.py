@@ -198,6 +198,9 @@ is_made_on_host: Callable[[], bool] = _lifting("torch._C._only_lift_cpu_tensors"
 copy_all: Callable[[list[torch.Tensor], list[torch.Tensor]], object] = NAMES.take(
     "torch._foreach_copy_", without="several inputs of one dtype cannot come from the device"
 )
+zero_all: Callable[[list[torch.Tensor]], object] = NAMES.take(
+    "torch._foreach_zero_", without="several inputs on the device cannot be padded"
+)
 storage_at: Callable[[int, torch.device, int], torch.UntypedStorage] = NAMES.take(
     "torch._C._construct_storage_from_data_pointer",
     without="CUDA graphs cannot be captured, and other accelerators keep strong references",

@@ -34,6 +34,8 @@ class CaptureTransaction:
     - `tells_pool`: a wrapper tells its pool what it captured; else the maker of this object does.
     - `may_draw`: no warm-up has shown that the forward draws no random numbers on the host.
     - `work`: the `GraphWork` that a warm-up of the same kind issued, or None.
+    - `replays`: called before a segment is replayed at its capture, with whether it is the last;
+      returns whether to replay it. None where the host uses the result of the capture.
     - `dispatcher`: the `GraphDispatcher` that serves the graph. A wrapper withdraws it there before
       it destroys its entry.
     - `task_names`: collects the tasks of the step, and their groups.
@@ -47,6 +49,7 @@ class CaptureTransaction:
     tells_pool: bool = True
     may_draw: bool = True
     work: Any = None
+    replays: Callable[[bool], bool] | None = None
     dispatcher: Any = None
     task_names: set[str] = field(default_factory=set)
     captured: list[tuple[Any, Callable[[], None]]] = field(default_factory=list)

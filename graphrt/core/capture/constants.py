@@ -32,7 +32,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphrt.core.base import tree
 from graphrt.core.base._undo import ProcessChange
-from graphrt.core.base.errors import CaptureError, PageableCopyError, RefusedOpError
+from graphrt.core.base.errors import (
+    BakedScalarError,
+    CaptureError,
+    PageableCopyError,
+    RefusedOpError,
+)
 from graphrt.core.base.thread_mode import unseen
 from graphrt.core.base.torch_names import is_made_on_host, make_on_host
 from graphrt.core.capture import refusals
@@ -62,7 +67,10 @@ def _unchanged(tensor: torch.Tensor, source: Source | None = None) -> Check:
     def check() -> None:
         if _bytes_of(tensor) != held:
             where = "" if source is None else f", at {source}"
-            raise refusals.WRITTEN_CONSTANT(f"{described(tensor)}{where}")
+            error = refusals.WRITTEN_CONSTANT(f"{described(tensor)}{where}")
+            assert isinstance(error, BakedScalarError)
+            error.by_part = False
+            raise error
 
     return check
 

@@ -24,7 +24,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphrt.core.base import torch_names, tree
 from graphrt.core.base._undo import Undo, undoing
-from graphrt.core.base.errors import CaptureError, GraphRTError, InvalidOptionError
+from graphrt.core.base.errors import (
+    BreakWarning,
+    CaptureError,
+    GraphRTError,
+    InvalidOptionError,
+    warn_caller,
+)
 from graphrt.core.base.option_values import check_callable, shown
 from graphrt.core.base.thread_mode import ThreadMode, remove_dispatch_mode
 from graphrt.core.batch.context import ForwardContext
@@ -33,9 +39,12 @@ from graphrt.core.capture.constants import Constants
 from graphrt.core.capture.operators import LIFT_FRESH, facts_of, written
 from graphrt.core.capture.refusals import OperatorRule, Source, described, user_source
 from graphrt.core.device.contract import DeviceGraph
-from graphrt.core.replay.entry import name_of
+from graphrt.core.replay.entry import TENSORS_ALONE, name_of
 from graphrt.core.replay.recording import Recording, counted, current_capture, issued
 
+_aten = torch.ops.aten
+_READ = _aten._local_scalar_dense.default
+"""The operator by which the host reads a number of a tensor."""
 _COPIES = ("aten.copy_.default", "aten._to_copy.default")
 """The operators that copy between the host and a device."""
 
@@ -61,9 +70,12 @@ class CaptureGuard(ThreadMode):
         constants: Constants | None,
         owns: Callable[[torch.Tensor], bool],
         rules: Mapping[str, tuple[OperatorRule, ...]],
+        *,
+        is_watched: bool = True,
     ) -> None:
         """`owns` says whether a tensor's memory is of the pool, which graphs of all sizes share:
-        when this graph is replayed, another one may have written there."""
+        when this graph is replayed, another one may have written there. With `is_watched` eager
+        parts are, for tensors that leave or enter them by side doors."""
         super().__init__()  # type: ignore[no-untyped-call]
         # None once the capture is over, so that neither keeps the other alive.
         self.recorder: Recording | None = recorder
@@ -73,6 +85,7 @@ class CaptureGuard(ThreadMode):
         # Whether tensors may leave an eager part by a side door, as only captures in pieces have
         # eager parts.
         self._in_pieces = recorder.breakable or bool(breaks)
+        self.is_watched = is_watched
         self._check_host = check_host
         self.constants = constants
         self.owns = owns
@@ -303,6 +316,8 @@ class SideDoors:
         self.made: dict[int, tuple[StorageWeakRef, _Made]] = {}
         # The number of the capture under way, or of the last one.
         self._capture = 0
+        # Eager parts that were warned of.
+        self._warned_of: set[str] = set()
         # For tensors of earlier runs that a graph has read: (part, line) that made it -> the error
         # to raise if the line makes another one in this capture.
         self._remade: dict[tuple[str, Source | None], GraphRTError] = {}
@@ -328,15 +343,38 @@ class SideDoors:
                 return function(*args, **kwargs)
         if guard is None:  # in a capture `run_eagerly` has called it
             refuse_transform(function)
-        memory = _memory_of(tree.tensors(args, kwargs))
-        undo.set(in_eager_part, frozenset(memory))
         # Autocast keeps casts of weights. Without this line a part would read a cast that the graph
         # has made, or the graph one of the part; at a replay each makes its own.
         torch.clear_autocast_cache()
-        watch = _PartWatch(self, name_of(function), memory, guard)
-        result = watch.around(partial(function, *args, **kwargs))
+        watch = None
+        if guard is None or guard.is_watched or guard.copies:
+            memory = _memory_of(tree.tensors(args, kwargs))
+            undo.set(in_eager_part, frozenset(memory))
+            watch = _PartWatch(self, name_of(function), memory, guard)
+            result = watch.around(partial(function, *args, **kwargs))
+        else:
+            result = function(*args, **kwargs)
         torch.clear_autocast_cache()
+        if guard is not None and watch is not None and watch.reads_data:
+            self._warn_of_numbers(name_of(function), result)
         return result
+
+    def holds_new(self) -> bool:
+        """Whether memory that parts have made in the last capture is still there."""
+        made = (ref for ref, (*_, capture) in self.made.values() if capture == self._capture)
+        return not all(ref.expired() for ref in made)  # type: ignore[no-untyped-call]
+
+    def _warn_of_numbers(self, part: str, result: Any) -> None:
+        """Warn once of a part that has read data on the host and returns a Python number."""
+        numbers = [leaf for _, leaf in tree.leaves(result) if isinstance(leaf, bool | int | float)]
+        if numbers and part not in self._warned_of:
+            self._warned_of.add(part)
+            warn_caller(
+                f"eager break {part} read tensors on the host and returned a Python number: graphs "
+                "keep the number of their capture, and a step with another one runs eagerly\n"
+                f"  got: {numbers[0]!r}\n  expected: tensors\n  try: {TENSORS_ALONE}",
+                BreakWarning,
+            )
 
     def settle(self) -> None:
         """After an eager part, when its results are copied: forget memory that is freed.
@@ -403,6 +441,8 @@ class _PartWatch(ThreadMode):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.doors = doors
+        # Whether the part has asked for a tensor's number: `item()`, `float()`, a branch.
+        self.reads_data = False
         self._part = part
         self._guard = guard
         # Memory that the part was given, and may read: key of the storage -> storage. Held, as
@@ -418,6 +458,7 @@ class _PartWatch(ThreadMode):
 
     def handle(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         guard, facts = self._guard, facts_of(func)
+        self.reads_data |= func is _READ
         if guard is None and facts.makes_no_memory:
             return func(*args, **kwargs)
         tensors = tree.tensors(args, kwargs)
@@ -565,7 +606,7 @@ def check_break(name: str) -> None:
     functional = {each for each in overloads if not each.endswith("out")} or overloads.keys()
     if any(overloads[each] for each in functional):
         raise InvalidOptionError(
-            "a composite operator is taken apart before it can be seen, so it cannot be a break",
+            "torch takes a composite operator apart before a capture sees it: it can be no break",
             got=shown(name),
             expected="an operator with a kernel of its own",
             advice="mark the function that calls it @eager_break, or name what it is made of",

@@ -55,7 +55,9 @@ class GraphOptions:
 
     Of runners alone:
 
-    - `warmups` (1): how often a forward runs before it is captured, 0 to 1000.
+    - `warmups` (None): how often a forward runs before each capture, 0 to 1000. None: once before
+      the first graph of a kind; before further ones only where the platform needs that, or a
+      capture without it has failed.
     - `max_padding` (None): the largest ratio of a graph's tokens to the batch's, 1 or more.
     - `state_limit_bytes` (None): how much state is saved, declared or found, in bytes; None: a
       sixteenth of the device's free memory, and at least 64 MiB.
@@ -71,7 +73,7 @@ class GraphOptions:
     strict: bool = False
     check: Literal["off", "capture", "first", "sample", "always"] = "capture"
     host_arguments: Literal["refuse", "bake"] = "refuse"
-    warmups: int = 1
+    warmups: int | None = None
     max_padding: float | None = None
     state_limit_bytes: int | None = None
     inputs_in_graph: bool = True
@@ -152,7 +154,7 @@ _CHECKS: dict[str, option_values.Check] = {
     "strict": option_values.flag,
     "check": option_values.choice(*CHECK_LEVELS),
     "host_arguments": option_values.choice("refuse", "bake"),
-    "warmups": option_values.whole(0, 1, _MOST_WARMUPS),
+    "warmups": option_values.optional(option_values.whole(0, 1, _MOST_WARMUPS)),
     "max_padding": option_values.optional(option_values.padding_ratio),
     "state_limit_bytes": option_values.optional(option_values.whole(0, _LEAST_STATE)),
     "inputs_in_graph": option_values.flag,

@@ -140,14 +140,18 @@ class Recorder:
         breaks: Iterable[str],
         hooks: entry.SegmentHooks | None,
         bake: bool,
+        is_watched: bool,
     ) -> None:
         """For one `call`, whose arguments are `owned` if they were made for this capture. With
-        `bake` the graph may keep values of CPU tensors among them."""
+        `bake` the graph may keep values of CPU tensors among them; with `is_watched` the operators
+        of eager parts are looked at."""
         self.pool = pool
         self.context = context
         self.breakable = breakable
         # The segments and eager parts that have ended, in their order.
         self.parts: list[entry.Part] = []
+        # What the recorder itself is doing, for errors; "" while the forward runs.
+        self._phase = ""
         # The open segment's graph, and its tasks so far.
         self._open: tuple[DeviceGraph, list[CapturedTask]] | None = None
         self._bridges = bridges
@@ -178,7 +182,7 @@ class Recorder:
             check_host = guard.host_check(unreadable, error, may_draw=transaction.may_draw)
         rules = refusals.rules_for(refusals.OPERATORS, device_type, context.mode)
         self._guard = guard.CaptureGuard(
-            self, context, listed, check_host, constants, pool._owns, rules
+            self, context, listed, check_host, constants, pool._owns, rules, is_watched=is_watched
         )
         self.give(tensors if owned else ())
 
@@ -202,15 +206,19 @@ class Recorder:
         with self.pool.capture_lock:
             try:
                 return self._record(body)
-            except GraphRTError:
-                raise  # what is named already needs no explanation
             except Exception as error:
+                graph = f"{self.context.mode.name} [{self.context.descriptor}]"
+                name = partial(refusals.note_place, graph=graph, phase=self._phase)
+                if isinstance(error, GraphRTError):
+                    name(error)
+                    raise  # what is named already needs no explanation
                 explained = self.pool.platform.explain(error)
                 if isinstance(explained, Unexplained):
+                    name(error)
                     raise
                 # No local name of it: its traceback has this frame, and would keep the memory of
                 # the capture alive until a collection.
-                raise explained.at(refusals.source_of(error)) from error
+                raise name(explained.at(refusals.source_of(error))) from error
 
     @undoing
     def _record(self, undo: Undo, body: Callable[[], R]) -> R:
@@ -235,7 +243,7 @@ class Recorder:
         self._settings = settings.around_part() if self.breakable else {}
         self._begin()
         result = body()
-        self._end()
+        self._end(is_last=True)
         if self._guard.constants is not None:
             self._guard.constants.hand_on(result)
         return result
@@ -372,6 +380,7 @@ class Recorder:
 
     def _begin(self) -> None:
         """Begin a segment, in a new graph."""
+        self._phase = ", as a segment began"
         if self._hooks is not None:
             self._hooks.before_capture()
         platform = self.pool.platform
@@ -385,10 +394,12 @@ class Recorder:
             self._open = None
             raise
         self._guard.begin(graph)
+        self._phase = ""
 
-    def _end(self) -> None:
+    def _end(self, *, is_last: bool = False) -> None:
         """End the open segment, which becomes a part if it has recorded anything."""
         assert self._open is not None
+        self._phase = ", as a segment ended"
         (graph, tasks), platform = self._open, self.pool.platform
         self._places.check()
         self._guard.end()
@@ -404,10 +415,25 @@ class Recorder:
         if recorded:
             self.parts.append(segment)
         self._open = None
-        if recorded and not platform.capture_executes:
+        if not recorded or platform.capture_executes:
+            return
+        if self._is_replayed(is_last=is_last):
             # A capturing call has the effect of an eager call, and later parts read its results. As
             # at a step, no dispatch mode of the caller sees the operators of a replay.
+            self._phase = ", as a segment was first replayed"
             outside_modes(segment.replay)
+        else:
+            platform.upload(graph)
+        self._phase = ""
+
+    def _is_replayed(self, *, is_last: bool) -> bool:
+        """Whether somebody reads, at its capture, what a segment writes."""
+        transaction, is_whole = self.context.capture, self.breakable or not self.must_break
+        # What cannot be uploaded is prepared by a replay, as if it were not the last.
+        is_last = is_last and self.pool.platform.can_upload
+        if transaction is not None and transaction.replays is not None:
+            return transaction.replays(is_last)
+        return not (is_last and is_whole) or self.pool.holders.uses_results
 
     def discard(self, depth: int | None = None) -> None:
         """Discard the captured parts and the open segment, and exit the dispatch modes above

@@ -21,11 +21,12 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from graphrt.core.base import errors
+from graphrt.core.base._undo import note
 from graphrt.core.batch.modes import GraphMode
 
 _GRAPHRT = Path(os.path.abspath(__file__)).parents[2]
@@ -36,6 +37,7 @@ _NOT_THE_USERS = (
         str(_GRAPHRT / part) + os.sep
         for part in ("core", "trust", "cpu", "cuda", "ascend", "accelerator", "compile")
     ),
+    *(str(_GRAPHRT / f"_{name}.py") for name in ("graphed", "measure", "runner")),
     "<",
 )
 
@@ -73,7 +75,7 @@ def user_source() -> Source | None:
     while frame is not None:
         # A `Source` only where needed: watches ask at every operator, deep inside of torch.
         code = frame.f_code
-        if _is_users(code.co_filename):
+        if _is_users(code.co_filename) and not _is_torchs(frame):
             return Source(code.co_filename, frame.f_lineno, code.co_name)
         line_of = _generated.get(code.co_filename)
         source = None if line_of is None else line_of(frame.f_lineno)
@@ -89,7 +91,7 @@ def source_of(error: BaseException) -> Source | None:
     trace = error.__traceback__
     while trace is not None:
         code, line = trace.tb_frame.f_code, trace.tb_lineno
-        if _is_users(code.co_filename):
+        if _is_users(code.co_filename) and not _is_torchs(trace.tb_frame):
             source = Source(code.co_filename, line, code.co_name)
         elif code.co_filename in _generated:
             source = _generated[code.co_filename](line) or source
@@ -102,6 +104,33 @@ def _is_users(filename: str) -> bool:
     """Whether a file is neither of torch nor of the runtime parts of graphrt."""
     # A frame of contextlib may be between a capture and its body.
     return not filename.startswith(_NOT_THE_USERS) and filename != contextlib.__file__
+
+
+def _is_torchs(frame: FrameType) -> bool:
+    """Whether a frame outside of torch's folder is of torch: Inductor writes its code elsewhere."""
+    return str(frame.f_globals.get("__name__")).startswith("torch.")
+
+
+LATE = "no line of the forward is known; a device reports a fault late, at another call"
+
+_ERROR = TypeVar("_ERROR", bound=BaseException)
+
+
+def note_place(error: _ERROR, graph: str, phase: str = "") -> _ERROR:
+    """Say once, in a note, which graph's capture `error` ended, in which phase, and at which line
+    of the user's code, or that none is known. Returns the error."""
+    begin = "while capturing "
+    if not any(text.startswith(begin) for text in getattr(error, "__notes__", ())):
+        at = ""
+        if getattr(error, "source", None) is None:
+            late = isinstance(error, torch.AcceleratorError)
+            place: object = LATE if late else source_of(error)
+            # Other findings of graphrt's own name their line in their text, if they have one.
+            if isinstance(error, errors.CaptureError) or not isinstance(error, errors.GraphRTError):
+                place = place or "no line of the forward is known"
+            at = f"\n  at: {place}" if place else ""
+        note(error, f"{begin}{graph}{phase}{at}")
+    return error
 
 
 class Refusal(NamedTuple):
@@ -191,17 +220,19 @@ MODE_STILL_ACTIVE = Refusal(
 )
 METADATA = Refusal(
     errors.FrozenMetadataError,
-    "the forward read a step's metadata while it was being captured: every replay would have what "
-    "this step says",
-    advice="read it in an eager break (under PIECEWISE), pass it as an input or as a host argument "
-    "of a task; or, if one value is right for every step of a graph, such as the longest context, "
+    "the forward read a step's metadata while it was being captured: every replay would use the "
+    "value of this step",
+    advice="read it in an eager break (under PIECEWISE), where it is None in warm-ups and "
+    "captures; pass it as an input or as a host argument of a task; or, if one value is right for "
+    "every step of a graph, such as the longest context, "
     "declare it with Host(metadata=...)",
 )
 NOT_STRIDED = Refusal(
     errors.OutputError,
     "{what} returns a tensor that has no strided memory of its own",
     expected="a strided tensor",
-    advice="return to_dense(), or the parts of it",
+    advice="return to_dense() of it, from an @eager_break if the device cannot capture the "
+    "operator; or return the parts of it",
     has_line=False,
 )
 
@@ -217,15 +248,15 @@ NESTED_PADDING = Refusal(
 )
 RESHAPED_ARGUMENT = Refusal(
     errors.RefusedOpError,
-    "the forward gives a tensor of its caller, or of an eager part, another shape or other memory, "
-    "which no replay repeats",
+    "the forward changes the shape or the memory of its argument, or of an eager part's, in place: "
+    "no replay repeats that",
     advice="change a view of it: x.unsqueeze(0), x.view(...)",
     has_line=False,
 )
 HOST_ARGUMENT = Refusal(
     errors.RefusedOpError,
-    "an argument lies on the host: every replay would have its numbers of the capture, and none "
-    "would write it",
+    "an argument is a tensor on the host: every replay would use its numbers of the capture, and "
+    "none would write it",
     advice="give the forward a tensor of the device; or, with a descriptor (variant=) for each of "
     'its values, a Python number or GraphOptions(host_arguments="bake")',
 )
@@ -287,8 +318,8 @@ SIDE_DOOR = Refusal(
 )
 WRITTEN_COPY = Refusal(
     errors.BreakError,
-    "what eager break {part} returned is written, and it is memory that others hold too, or that "
-    "it returned twice: the write would reach a copy alone",
+    "the forward writes into a result of eager break {part}, which others hold too, or which it "
+    "returned twice: graphs have a copy of it, and the write would reach that alone",
     expected="a fresh tensor, or memory that is written where it is",
     advice="return a clone() from the eager part, or write into the tensor itself",
 )

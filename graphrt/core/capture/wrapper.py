@@ -236,6 +236,7 @@ class GraphWrapper(errors.Uncopied):
             breaks=self.options.breaks,
             hooks=hooks,
             bake=self.options.host_arguments == "bake",
+            is_watched=self.options.checks("capture"),
         )
         # Why calls ran eagerly -> how many.
         self._eager_calls = Counter[Reason]()
@@ -308,8 +309,8 @@ class GraphWrapper(errors.Uncopied):
         in_its_capture = context.token is not None and entry.captured_in is context.token
         if in_its_capture or context.capture is not None:
             raise errors.CaptureError(
-                "a wrapper was called for a descriptor that it has captured, in the step that "
-                "captures it, or to capture it a second time",
+                "a wrapper was called twice for one descriptor, in the step that captures it or to "
+                "capture it again",
                 got=descriptor,
                 expected="one call for each descriptor",
                 advice="give every call site its own wrapper; or call clear_graphs() or "

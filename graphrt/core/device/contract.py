@@ -39,6 +39,9 @@ class Capability(enum.Enum):
     """Random operators of a graph draw new numbers at every replay."""
     HOST_POOL = "host_pool"
     """`adopt_memory` and `memory_handle`."""
+    FREE_FAILURES = "free_failures"
+    """A capture that fails is taken back whole, and costs its time alone. Sizes after the first of
+    a kind are then captured without a warm-up, and warmed up only if that fails."""
 
 
 def check_contract(platform: Any) -> None:
@@ -200,6 +203,10 @@ class Unexplained(CaptureError):
             f"capture failed: {type(error).__name__}: {error}",
             advice="run the same forward eagerly; if that passes, look for what cannot be captured",
         )
+
+
+class FirstCallError(CaptureError):
+    """A library cannot be called for the first time inside of a capture. After a warm-up it may."""
 
 
 class EndedCaptureError(CaptureError):

@@ -130,6 +130,16 @@ class Platform(ABC):
         False says that nothing was recorded: `graph` is dropped then, and no step replays it.
         """
 
+    @property
+    def can_upload(self) -> bool:
+        """Whether `upload` prepares a graph for its first replay."""
+        return False
+
+    def upload(self, graph: DeviceGraph) -> None:
+        """Prepare a captured graph for its first replay, where `can_upload`: else every graph is
+        replayed once at its capture, as the first replay alone prepares it."""
+        return None
+
     @abstractmethod
     def abort_capture(self, graph: Any) -> None:
         """Drop a capture that failed, or whose begin or end raised; leaves no trace.
@@ -177,6 +187,11 @@ class Platform(ABC):
     def driver_bytes(self) -> int | None:
         """Device memory in use that the tensor allocator does not hold, which is where executable
         graphs live, or None. Asked for around every capture, so it must be cheap."""
+        return None
+
+    def allocations(self) -> int | None:
+        """How many blocks of memory of the current device are given away; None where that cannot be
+        told. What a capture leaves somewhere in Python is found so."""
         return None
 
     def make_room(self) -> None:

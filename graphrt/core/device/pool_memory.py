@@ -46,19 +46,22 @@ class _Routing(AbstractContextManager[None]):
     """While it is entered, a thread's allocations come from a pool. Leaving it once more, or after
     an interrupt kept it from being entered, changes nothing."""
 
-    def __init__(self, allocator: Allocator, device: int, handle: PoolHandle) -> None:
+    def __init__(self, memory: PoolMemory, allocator: Allocator, handle: PoolHandle) -> None:
+        self._memory = memory
         self._allocator = allocator
-        self._to = device, handle
+        self._to = memory.device, handle
         # Whether routing may have begun and not ended.
         self._entered = False
 
     def __enter__(self) -> None:
         self._entered = True
+        self._memory._routed.add(id(self))
         self._allocator.route_thread(*self._to)
 
     def __exit__(self, *exc_info: object) -> None:
         if not self._entered:
             return
+        self._memory._routed.discard(id(self))
         try:
             self._allocator.stop_routing(*self._to)
         except RuntimeError:  # "not currently recording": it was left, or never entered
@@ -82,6 +85,8 @@ class PoolMemory:
         self.device = allocator.current_device()
         # What `Allocator.hold` returned; None as long as the host does not know the pool.
         self._share: Any = None
+        # Ids of the routings that are entered now.
+        self._routed: set[int] = set()
         self._begin([], adopted)
         if adopted is not None:
             self._take_share()
@@ -98,6 +103,8 @@ class PoolMemory:
         self._graphs: WeakSet[Any] = WeakSet()
         # Whether the present pool was handed out for a capture.
         self._used = False
+        # Whether `_ranges` has all segments: nothing was captured or routed here since.
+        self._is_known = False
         # (start, end) of each segment of these pools, as of the allocator's counters in
         # `_ranges_version`.
         self._ranges: list[tuple[int, int]] = []
@@ -117,7 +124,7 @@ class PoolMemory:
         if self._used and self._share is None and not any(map(captured_pool, self._graphs)):
             self._begin(self._handles)
             self._allocator.empty_cache()
-        self._used = True
+        self._used, self._is_known = True, False
         return self._handles[-1]
 
     def add(self, graph: Any) -> None:
@@ -154,15 +161,21 @@ class PoolMemory:
 
     def allocating(self) -> AbstractContextManager[None]:
         """Route this thread's allocations into the pool; no capture of it may be open."""
-        return _Routing(self._allocator, self.device, self.handle())
+        return _Routing(self, self._allocator, self.handle())
 
-    def owns(self, address: int) -> bool:
-        """Whether an address is in the pool; to be asked while a graph keeps the pool alive.
+    def owns(self, address: int, *, grows: bool = True) -> bool:
+        """Whether an address is in the pool; to be asked while a graph keeps the pool alive. While
+        it `grows` a capture may be under way in it.
 
-        Ranges of a living pool never go away, so only a miss needs the allocator.
+        Ranges of a living pool never go away, so only a miss needs the allocator, and that once
+        after each capture: it takes 20 us. The host's own captures are seen by nobody.
         """
-        if not self._in_ranges(address):
-            self._refresh()
+        if self._in_ranges(address):
+            return True
+        if self._is_known and not grows:
+            return False
+        self._refresh()
+        self._is_known = not (grows or self._routed or self._share is not None)
         return self._in_ranges(address)
 
     def bytes(self) -> int:

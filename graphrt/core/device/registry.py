@@ -18,7 +18,8 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import Distribution, EntryPoint, distributions, entry_points
@@ -62,13 +63,18 @@ class FoundPlatform:
     """Where the code of a plugin is; None for a built-in platform."""
     _availability: Availability | None = field(default=None, repr=False, compare=False)
     """The answer of the platform; None before it was asked."""
+    _undone: Callable[[], AbstractContextManager[None]] = field(
+        default=nullcontext, repr=False, compare=False
+    )
+    """Around a call of the platform: see `PlatformRegistry`."""
 
     @property
     def availability(self) -> Availability:
         """Whether this machine can run the platform; asked once, then kept."""
         if self._availability is None and self.platform is not None:
             try:
-                answer = self.platform.availability()
+                with self._undone():
+                    answer = self.platform.availability()
                 self._availability = Availability(answer.available, answer.reason)
             except FAILURES as error:
                 self.failed("failed availability()", error)
@@ -108,7 +114,7 @@ ENTRY_POINT_GROUP = "graphrt"
 PLATFORM_VARIABLE = "GRAPHRT_PLATFORM"
 """The variable of the environment that forces a platform by name."""
 PLUGINS_VARIABLE = "GRAPHRT_PLUGINS"
-"""The variable that names the installed plugins that are imported, or is "off"; unset, all are."""
+"""The variable that names the installed plugins that are imported, or has "off"; unset, all are."""
 
 BUILT_IN_PLATFORMS: Mapping[str, str] = {
     "ascend": "graphrt.ascend.platform:AscendPlatform",
@@ -161,6 +167,8 @@ class PlatformRegistry:
         self._simulated_types: set[str] = set()
         # Held while anything is looked for: two threads may ask first.
         self._lock = threading.RLock()
+        # Each plugin that was registered, behind the thread that did it.
+        self._registered: list[tuple[int, str]] = []
         # Whether plugins are being imported, or asked for their platforms.
         self._is_looking = False
 
@@ -180,7 +188,21 @@ class PlatformRegistry:
                     expected="@graphrt.platforms.hookimpl def graphrt_platforms()",
                     advice="examples/platform_plugin is a plugin that works",
                 )
+            self._registered.append((threading.get_ident(), added))
             return added
+
+    @contextmanager
+    def _undone(self) -> Iterator[None]:
+        """Around a call of a plugin: where it raises, what it has registered meanwhile is gone."""
+        before = len(self._registered)
+        try:
+            yield
+        except BaseException:
+            for thread, name in self._registered[before:]:
+                if thread == threading.get_ident() and self._plugins.has_plugin(name):
+                    self._plugins.unregister(name=name)
+                    self._found.pop(("plugin", name), None)
+            raise
 
     def platforms(self) -> tuple[FoundPlatform, ...]:
         """All that was found, plugins first; broken ones have an `error`. Never raises for one."""
@@ -207,7 +229,7 @@ class PlatformRegistry:
             name = hook.plugin_name
             # A plugin may register itself, or any object, while it is imported.
             file = self._files.get(name) or _file_of_hook(hook)
-            plugin = FoundPlatform(name, "plugin", file=file)
+            plugin = FoundPlatform(name, "plugin", file=file, _undone=self._undone)
             records += self._load(plugin, partial(_platforms_of, hook))
         for name in self._built_ins:
             records += self._built_in(name)
@@ -240,7 +262,8 @@ class PlatformRegistry:
         platform: Platform = named[0].platform  # type: ignore[assignment]
         if not must_be_available:
             return platform
-        _start(platform, named[0].availability)
+        with self._undone():
+            _start(platform, named[0].availability)
         if platform.by_name_only:
             self._simulated_types.add(platform.device_type)
         return platform
@@ -276,7 +299,8 @@ class PlatformRegistry:
         if out_of_tree and self._group is not None:
             self._announce(chosen)
         platform: Platform = chosen.platform  # type: ignore[assignment]
-        platform.start()
+        with self._undone():
+            _run_start(platform)
         return platform
 
     def _announce(self, chosen: FoundPlatform) -> None:
@@ -303,7 +327,7 @@ class PlatformRegistry:
         """Import and register the installed plugins that `GRAPHRT_PLUGINS` allows; returns a record
         of each that failed."""
         allowed = _named_plugins()
-        if self._group is None or allowed == {"off"}:
+        if self._group is None or "off" in allowed:
             return []
         unknown = set(allowed)
         installed, broken = _entry_points(self._group)
@@ -315,24 +339,22 @@ class PlatformRegistry:
             if allowed and not allowed & names:
                 continue
             record = FoundPlatform(name, "plugin", file=_file_of_distribution(entry_point.dist))
-            before = dict(self._plugins.list_name_plugin())
+            before = len(self._registered)
             try:
-                _check_entry_point(entry_point, owner)
-                record.file = _file_of(entry_point.module)
-                logger.info("importing plugin %s (%s)", name, printable(entry_point.value))
-                plugin = entry_point.load()
-                added = set(dict(self._plugins.list_name_plugin()).keys() - before.keys())
-                if self._plugins.is_registered(plugin):
-                    added |= {str(self._plugins.get_name(plugin))}
-                # It may have registered an object of its own instead.
-                added = added or {self.register(plugin, name)}
+                with self._undone():
+                    _check_entry_point(entry_point, owner)
+                    record.file = _file_of(entry_point.module)
+                    logger.info("importing plugin %s (%s)", name, printable(entry_point.value))
+                    plugin = entry_point.load()
+                    added = {each for _, each in self._registered[before:]}
+                    if self._plugins.is_registered(plugin):
+                        added |= {str(self._plugins.get_name(plugin))}
+                    # It may have registered an object of its own instead.
+                    added = added or {self.register(plugin, name)}
                 self._files = {**dict.fromkeys(added, _file_of(entry_point.module)), **self._files}
                 if allowed:
                     self._named |= added
             except FAILURES as error:
-                # What it has registered before it failed is left out too.
-                for each in dict(self._plugins.list_name_plugin()).keys() - before.keys():
-                    self._plugins.unregister(name=each)
                 broken.append(record.failed("could not be imported", error))
             except BaseException:
                 record.interrupted()
@@ -352,7 +374,9 @@ class PlatformRegistry:
         source = plugin.origin, plugin.name or plugin.plugin
         if source not in self._found:
             try:
-                self._found[source] = [replace(plugin, name=p.name, platform=p) for p in ask()]
+                with self._undone():
+                    given = ask()
+                self._found[source] = [replace(plugin, name=p.name, platform=p) for p in given]
             except FAILURES as error:
                 self._found[source] = [plugin.failed("could not give its platforms", error)]
             except BaseException:
@@ -421,7 +445,22 @@ def _start(platform: Platform, found: Availability) -> None:
             expected="a machine that can run it",
             advice="`graphrt doctor` shows which platforms are",
         )
-    platform.start()
+    _run_start(platform)
+
+
+def _run_start(platform: Platform) -> None:
+    """Start a platform. Raises `PlatformError` where its own code fails."""
+    try:
+        platform.start()
+    except PlatformError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise PlatformError(
+            f"platform {platform.name!r} cannot start",
+            got=f"{type(error).__name__}: {error}",
+            expected="a start() that returns",
+            advice=f"{PLATFORM_VARIABLE}=cpu, or {PLUGINS_VARIABLE}=off, leaves it alone",
+        ) from error
 
 
 def _refuse_two_of_a_name(usable: Iterable[FoundPlatform]) -> None:
@@ -441,7 +480,7 @@ def _conflict(what: str, platforms: list[FoundPlatform], advice: str) -> Platfor
 
 
 def _named_plugins() -> set[str]:
-    """The plugins that `GRAPHRT_PLUGINS` names, or "off"; empty if it is not set."""
+    """The plugins that `GRAPHRT_PLUGINS` names, and "off"; empty if it is not set."""
     names = os.environ.get(PLUGINS_VARIABLE, "").split(",")
     return {each.strip() for each in names} - {""}
 

@@ -8,21 +8,25 @@ Values are not checked beforehand. Where using one raises, `DeclaredInputs.check
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, final
 
 import torch
 
 from graphrt.core.base.errors import GraphRTError, InvalidBatchError
 from graphrt.core.base.option_values import refused
+from graphrt.core.base.torch_names import tensor_guards
 from graphrt.core.batch.descriptor import Batch, checked_batch
 from graphrt.core.device.platform import Platform
 from graphrt.core.inputs.declared import DeclaredInputs, flat_of
-from graphrt.core.inputs.layout import InputLayout
+from graphrt.core.inputs.layout import MOST_GUARDS, InputLayout, Lazy, lazy_of
 from graphrt.core.inputs.transport import InputTransport, Slab, StagedCopy
 
 _CACHED_LAYOUTS = 1024
 """The most sizes whose layouts are kept: eager runs at any other size would add one each."""
+
+LiveShape = tuple[str, torch.dtype, Lazy, torch.Size]
+"""An input by name: its dtype, what tells lazy bits, and its live shape."""
 
 
 @final
@@ -66,6 +70,11 @@ class StaticInputs:
         self.graded = [n for n, of in dtypes.items() if of.is_floating_point or of.is_complex]
         # (tokens, requests) -> where the inputs of a batch of this size are.
         self._layouts: dict[tuple[int, int], InputLayout] = {}
+        # torch's guards of inputs that were lent to eager steps, the last first.
+        self.plain: list[Callable[..., bool]] = []
+        self._plain_made = 0
+        # (tokens, requests) -> what `live_shapes` has answered.
+        self._live_shapes: dict[tuple[int, int], list[LiveShape]] = {}
         nbytes = InputLayout(self.declared.specs, tokens, reqs).nbytes
         with torch.inference_mode(False):
             # Rounded up: a device moves whole vectors, the last of which may pass the end.
@@ -160,15 +169,48 @@ class StaticInputs:
         """Copies of a step's inputs by (dotted) name, where the buffers are: for a step that no
         graph serves. Raises `InvalidInputError`."""
         inputs = self.declared.check(values, tokens, reqs)
-        device = self.transport.slab.device
         try:
-            return {
-                name: value.detach().to(device, copy=True, memory_format=torch.contiguous_format)
-                for name, value in inputs.items()
-            }
+            return self.copied(inputs)
         except (NotImplementedError, RuntimeError) as error:
             self.declared.check(values, tokens, reqs, error)
             raise
+
+    def copied(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Copies of tensors where the buffers are."""
+        device = self.transport.slab.device
+        return {
+            name: value.detach().to(device, copy=True, memory_format=torch.contiguous_format)
+            for name, value in inputs.items()
+        }
+
+    def live_shapes(self, tokens: int, reqs: int) -> list[LiveShape]:
+        """All inputs as of a batch of this size."""
+        rows = self._live_shapes.get((tokens, reqs))
+        if rows is None:
+            if len(self._live_shapes) >= _CACHED_LAYOUTS:
+                self._live_shapes.clear()
+            rows = self._live_shapes[tokens, reqs] = [
+                (name, spec.dtype, lazy_of(spec.dtype), torch.Size(spec.sizes(tokens, reqs)))
+                for name, spec in self.declared.specs.items()
+            ]
+        return rows
+
+    def expect_plain(self, tensors: list[torch.Tensor]) -> None:
+        """Remember inputs of an eager step that were all lent: of these types, dtypes, devices and
+        strides, with any number of rows where that is their first dimension."""
+        if not tensor_guards or self._plain_made >= MOST_GUARDS:
+            return
+        self._plain_made += 1
+        sizes: list[list[int | None]] = []
+        for tensor, spec in zip(tensors, self.declared.specs.values(), strict=True):
+            axis, dim = spec.batch_axis()
+            sizes.append([*tensor.shape])
+            # Of one row the stride may be any.
+            if axis is not None and dim == 0 and tensor.shape[0] > 1:
+                sizes[-1][0] = None
+        strides = [[*tensor.stride()] for tensor in tensors]
+        guard = tensor_guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+        self.plain = [guard.check, *self.plain[:1]]
 
     def padded_copies(
         self, values: Mapping[str, Any], tokens: int, reqs: int, rows: tuple[int, int]

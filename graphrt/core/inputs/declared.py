@@ -263,9 +263,9 @@ def check_forward(forward: Callable[..., Any], specs: Mapping[str, Any]) -> None
     call: Any = forward
     if isinstance(forward, type) and issubclass(forward, torch.nn.Module):
         raise InvalidInputError(
-            "the forward is a class, which a call makes an instance of",
+            "the forward is a class, and not an instance of it",
             got=f"class {forward.__name__}",
-            expected="a module that was made",
+            expected="an instance",
             advice=f"pass an instance: {forward.__name__}(...) in place of {forward.__name__}",
         )
     if isinstance(forward, torch.nn.Module) and type(forward).__call__ is torch.nn.Module.__call__:

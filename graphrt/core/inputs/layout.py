@@ -19,14 +19,14 @@ import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 from graphrt.core.base import tree
-from graphrt.core.base.torch_names import inference_guard, tensor_guards
+from graphrt.core.base.torch_names import copy_all, inference_guard, tensor_guards, zero_all
 from graphrt.core.inputs.spec import InputSpec
 
 _ALIGNMENT = 256
 """Bytes; what allocators give, so kernels choose the same vector width as for tensors alone."""
 _FEW_BYTES = 1 << 18
 """Larger copies release the GIL, so that other threads run."""
-_MOST_LIKE, _MOST_MADE = 4, 16
+_MOST_LIKE, MOST_GUARDS = 4, 16
 """How many guards are kept, and are ever made, for one number of rows: see `StepMoves.like`."""
 _CACHED_MOVES = 128
 """The most pairs of live tokens and requests whose `StepMoves` one layout keeps."""
@@ -36,6 +36,18 @@ Span = tuple[int, int]
 
 # `ctypes.memmove` releases the GIL, which costs more than copying few bytes. This one does not.
 copy_few = PYFUNCTYPE(None, c_void_p, c_void_p, c_size_t)(cast(memmove, c_void_p).value or 0)
+
+
+Lazy = Callable[[torch.Tensor], bool] | None
+"""Tells whether a tensor is a lazy conjugate or negative, whose bits are not its values; None for
+dtypes without these."""
+
+
+def lazy_of(dtype: torch.dtype) -> Lazy:
+    """What tells of tensors of a dtype whether they are lazy."""
+    if dtype.is_complex:
+        return tree.is_lazy
+    return torch.Tensor.is_neg if dtype.is_floating_point else None
 
 
 class Field:
@@ -58,11 +70,7 @@ class Field:
         self.end = offset + self.blocks * self.rows * self.row_bytes
         # The padded tensor in the slab that graphs read; `InputLayout.place` makes it.
         self.view: torch.Tensor
-        # Whether a tensor is a lazy conjugate or negative, whose bits are not its values; None for
-        # dtypes without these.
-        self.lazy: Callable[[torch.Tensor], bool] | None = None
-        if spec.dtype.is_floating_point or spec.dtype.is_complex:
-            self.lazy = tree.is_lazy if spec.dtype.is_complex else torch.Tensor.is_neg
+        self.lazy = lazy_of(spec.dtype)
         self.pad = spec.pad_value
         # A tensor of one padding value on the host, whose bytes `pad_at` copies.
         self.element = torch.full((1,), self.pad, dtype=spec.dtype, device="cpu")
@@ -108,6 +116,11 @@ class FieldMove:
         """The padding rows after them."""
         return self._narrowed(self.rows, self.field.rows - self.rows)
 
+    @cached_property
+    def repeated(self) -> torch.Tensor:
+        """The last live row, which padding rows repeat."""
+        return self.live.narrow(self.field.spec.batch_axis()[1], self.rows - 1, 1)
+
     def _narrowed(self, start: int, rows: int) -> torch.Tensor:
         axis, dim = self.field.spec.batch_axis()
         if axis is None:
@@ -145,10 +158,48 @@ class FieldMove:
     def pad_on_device(self) -> None:
         """Write the padding rows in the slab itself."""
         if self.repeats:
-            dim = self.field.spec.batch_axis()[1]
-            self.padding.copy_(self.live.narrow(dim, self.rows - 1, 1))
+            self.padding.copy_(self.repeated)
         elif self.pads:
             self.padding.fill_(self.field.pad)
+
+
+class DeviceMoves:
+    """What a step does on the device for inputs of some `kinds`: few calls for all of them, each of
+    one dtype, as torch would take several of them one by one."""
+
+    def __init__(self, fields: list[FieldMove], kinds: str) -> None:
+        copies: dict[torch.dtype, list[int]] = {}
+        zeros: dict[torch.dtype, list[torch.Tensor]] = {}
+        # Other padding than zeros.
+        self._others: list[FieldMove] = []
+        for number, (move, kind) in enumerate(zip(fields, kinds, strict=True)):
+            dtype = move.field.spec.dtype
+            if kind == "d":
+                copies.setdefault(dtype, []).append(number)
+            if kind != "h" and move.pads and move.field.octets == b"\0":
+                zeros.setdefault(dtype, []).append(move.padding)
+            elif kind != "h" and (move.pads or move.repeats):
+                self._others.append(move)
+        self._zeros = [*zeros.values()]
+        # Which inputs are copied, and where to.
+        self._copies = [(each, [fields[at].live for at in each]) for each in copies.values()]
+
+    def copy(self, tensors: list[torch.Tensor]) -> None:
+        """Copy the live rows that are on a device already."""
+        for numbers, places in self._copies:
+            values = [tensors[number] for number in numbers]
+            values = [each.detach() if each.requires_grad else each for each in values]
+            if len(places) == 1:
+                places[0].copy_(values[0])
+            else:
+                copy_all(places, values)
+
+    def pad(self) -> None:
+        """Write the padding rows of all that does not come from the host."""
+        for places in self._zeros:
+            zero_all(places)
+        for move in self._others:
+            move.pad_on_device()
 
 
 class StepMoves:
@@ -167,11 +218,16 @@ class StepMoves:
         self.names = [*map(itemgetter(0), self.rows)]
         # The `kinds` of a step whose inputs are all in host memory.
         self.from_host = "h" * len(self.fields)
-        # torch's guards of earlier inputs that could be copied as they are, with the `kinds` of
-        # these: in one call a guard tells whether inputs are like them. Their number is limited: a
-        # host that mixes many kinds of inputs would make one at every step.
-        self.like: list[tuple[Callable[..., bool], str]] = []
-        # How many guards were made so far, at most `_MOST_MADE`.
+        # torch's guards of earlier inputs that could be used as they are, with the `kinds` of these
+        # and, if all were in place, their addresses: in one call a guard tells whether inputs are
+        # like them. Their number is limited: a host that mixes many kinds of inputs would make one
+        # at every step.
+        self.like: list[tuple[Callable[..., bool], str, list[int] | None]] = []
+        # kinds -> what a step of inputs of these kinds does on the device.
+        self._on_device: dict[str, DeviceMoves] = {}
+        # The addresses of the last inputs that were found to be outside of the slab.
+        self.last: list[int] = []
+        # How many guards were made so far, at most `MOST_GUARDS`.
         self._made = 0
         # If each input is one short copy: where to, and how many bytes. `copy_rows` then copies all
         # in one call.
@@ -190,14 +246,24 @@ class StepMoves:
         # `spans` of a step whose inputs all come from the host.
         self.whole = self.spans(self.from_host)
 
-    def expect_like(self, tensors: list[torch.Tensor], kinds: str) -> None:
+    def expect_like(self, tensors: list[torch.Tensor], addresses: list[int], kinds: str) -> None:
         """Remember inputs that are used as they are: of these types, dtypes, devices, shapes and
-        strides, none in the slab."""
-        if tensor_guards and self._made < _MOST_MADE:
+        strides, all in the slab at these addresses, or none."""
+        home = addresses if kinds == "k" * len(kinds) else None
+        if tensor_guards and self._made < MOST_GUARDS and (home or "k" not in kinds):
             self._made += 1
             none: dict[str, None] = {"dynamic_dims_sizes": None, "dynamic_dims_strides": None}
             guard = tensor_guards(*tensors, **none)
-            self.like = [*self.like[1 - _MOST_LIKE :], (guard.check, kinds)]
+            # Inputs in place first: a guard of others costs more than to compare addresses.
+            like = [(guard.check, kinds, home), *self.like]
+            self.like = sorted(like, key=lambda each: each[2] is None)[:_MOST_LIKE]
+
+    def on_device(self, kinds: str) -> DeviceMoves:
+        """What is copied and padded on the device, for inputs of these kinds."""
+        found = self._on_device.get(kinds)
+        if found is None:
+            found = self._on_device[kinds] = DeviceMoves(self.fields, kinds)
+        return found
 
     def pad_at(self, base: int) -> None:
         """Write all padding rows in the host's packed memory at `base`."""

@@ -157,8 +157,8 @@ class OutputLayout:
         unclear += [path for path, axes in self._axes.items() if not all(axes)]
         if unclear:
             raise OutputError(
-                "it cannot be told by the sizes that were run which dimensions of the outputs are "
-                f"batch axes{at_path(unclear[0])}",
+                "the sizes that were run do not tell which dimensions of the outputs are batch axes"
+                f"{at_path(unclear[0])}",
                 got=None if failed is None else f"{type(failed).__name__}: {failed}",
                 expected="outputs= with the axes of every tensor that the forward returns",
                 advice='outputs=("tokens", width), or {"logits": ("tokens", width)}',
@@ -262,8 +262,8 @@ def _other_structure(
         path for path in {**structure, **expected} if structure.get(path) != expected.get(path)
     ]
     return OutputError(
-        "the forward returns other outputs at another size: as many tensors, of as many "
-        "dimensions, and the same values of other kinds are what a graph can stand for",
+        "the forward returns other outputs at another size: graphs need as many tensors, of as "
+        "many dimensions, and equal Python values",
         got=f"others with {size}" + at_path(", ".join(paths)),
         expected="the same structure at every size",
         advice="squeeze() without a dimension drops one at size 1; do not return a number that its "
@@ -336,7 +336,11 @@ def check_tensor(path: str, tensor: torch.Tensor) -> None:
     got = kind.__qualname__
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         got = "nested" if tensor.is_nested else f"{tensor.layout}, {tensor.dtype}"
-        what, advice = "that has no strided memory of its own", "return to_dense(), or its parts"
+        what = "that has no strided memory of its own"
+        advice = (
+            "return to_dense() of it, from an @eager_break if the device cannot capture the "
+            "operator"
+        )
     elif tensor.device.type == "meta":
         got, what = "device meta", "that has no values"
         advice = "leave it out, or return its shape"
@@ -366,8 +370,8 @@ def check_containers(outputs: Any) -> None:
         owned = _attributes(outputs)
         if owned and owned & _attributes(tree.map_leaves(torch.Tensor.detach, outputs)):
             raise OutputError(
-                "the forward returns a dict whose attributes are tensors, and stay what they are "
-                "where its items are replaced",
+                "the forward returns a dict with tensors in its attributes, which replays do not "
+                "replace",
                 got=type(outputs).__qualname__,
                 expected="a dict, a dataclass, or a dict whose attributes follow its items",
                 advice="return dict(result)",

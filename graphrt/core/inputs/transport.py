@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from graphrt.core.base.torch_names import copy_all
 from graphrt.core.device.contract import DeviceEvent
 from graphrt.core.device.platform import Platform
 from graphrt.core.inputs.layout import FieldMove, StepMoves, copy_few
@@ -88,7 +87,7 @@ class InputTransport:
         sources = sources_of(values, moves, self.slab)
         # First, as padding may repeat a live row.
         if "d" in sources.kinds:
-            copy_on_device(moves, sources)
+            moves.on_device(sources.kinds).copy(sources.tensors)
         copy_rows(moves, sources, self.slab.low)
         if moves.padded:
             moves.pad_at(self.slab.low)
@@ -111,18 +110,22 @@ def sources_of(values: Mapping[str, Any], moves: StepMoves, slab: Slab) -> Sourc
     """Look at all packed inputs of a step before any is written: at once where they are like
     earlier ones, else one by one. An input may be a view of the slab. Raises `InvalidInputError`.
     """
-    tensors = [*map(values.__getitem__, moves.names)] if moves.like else []
-    for are_alike, kinds in moves.like:
-        if are_alike(*tensors):
-            addresses = [*map(_address_of, tensors)]
-            ordered = sorted(addresses)
-            none_in_slab = bisect_left(ordered, slab.low) == bisect_left(ordered, slab.high)
-            if none_in_slab and ordered[0] >= LOWEST_ADDRESS:
+    if moves.like:
+        tensors = [*map(values.__getitem__, moves.names)]
+        addresses = [*map(_address_of, tensors)]
+        for are_alike, kinds, home in moves.like:
+            # First what costs less: inputs in place are at these addresses, others are not.
+            if (home is None or home == addresses) and are_alike(*tensors):
+                if home is None and addresses != moves.last:
+                    ordered = sorted(addresses)
+                    in_slab = bisect_left(ordered, slab.low) != bisect_left(ordered, slab.high)
+                    if in_slab or ordered[0] < LOWEST_ADDRESS:
+                        continue
+                    moves.last = addresses
                 return Sources(tensors, addresses, kinds, True)
-            break
     sources = _one_by_one(values, moves, slab)
-    if sources.used_as_given and "k" not in sources.kinds:
-        moves.expect_like(sources.tensors, sources.kinds)
+    if sources.used_as_given:
+        moves.expect_like(*sources[:3])
     return sources
 
 
@@ -206,8 +209,8 @@ class StagedCopy(InputTransport):
         sources = sources_of(values, moves, self.slab)
         kinds = sources.kinds
         from_host = kinds == moves.from_host
-        spans = moves.whole if from_host else moves.spans(kinds)
-        if spans:
+        if "h" in kinds:
+            spans = moves.whole if from_host else moves.spans(kinds)
             host, event = self._take()
             copy_rows(moves, sources, host.low)
             moves.pad_at(host.low)
@@ -218,10 +221,9 @@ class StagedCopy(InputTransport):
                 if event is not None:
                     event.record(stream)
         if not from_host:
-            copy_on_device(moves, sources)
-            for move, kind in zip(moves.fields, kinds, strict=True):
-                if kind != "h":
-                    move.pad_on_device()
+            on_device = moves.on_device(kinds)
+            on_device.copy(sources.tensors)
+            on_device.pad()
 
     def _take(self) -> tuple[Slab, DeviceEvent | None]:
         """A ring slot that the host may write now: the oldest, if its copy is over; else a new
@@ -238,19 +240,3 @@ class StagedCopy(InputTransport):
                 event.synchronize()
         slots.rotate(-1)
         return slots[-1]
-
-
-def copy_on_device(moves: StepMoves, sources: Sources) -> None:
-    """Copy the live rows that are on a device already, in one fused copy for each dtype: of several
-    dtypes, torch would copy each by itself."""
-    copies: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-    for move, tensor, kind in zip(moves.fields, *sources[::2], strict=True):
-        if kind == "d":
-            places, values = copies.setdefault(tensor.dtype, ([], []))
-            places.append(move.live)
-            values.append(tensor.detach() if tensor.requires_grad else tensor)
-    for places, values in copies.values():
-        if len(places) == 1:
-            places[0].copy_(values[0])
-        else:
-            copy_all(places, values)

@@ -123,8 +123,8 @@ def check_plan_arguments(names: Collection[str], beside: object = None) -> None:
             "a plan has no such argument",
             got=name,
             expected=", ".join(_ARGUMENTS),
-            advice="hooks of a host go into host=Host(...), how graphs are captured into "
-            "options=GraphOptions(...)",
+            advice="hooks of a host go into host=Host(...); strict=, lazy=, check= and such "
+            "into options=GraphOptions(...), which a runner takes",
         )
 
 

@@ -201,7 +201,7 @@ def provider_of(modules: Sequence[Any], asked: PieceProvider | str | None) -> Pi
     provider = PieceProvider.parse(asked)
     if brought is not None and provider is PieceProvider.BREAKABLE:
         raise InvalidOptionError(
-            "compiled pieces that are captured one by one cannot be captured again around them",
+            "the compiled module captures its own pieces, so a breakable capture cannot",
             got='pieces="breakable"',
             expected=f'pieces="{brought.value}"',
             advice='pieces="auto", or compile without pool= for breakable capture',

@@ -304,7 +304,7 @@ def _refuse_many(graphs: int) -> None:
     """Raise `InvalidOptionError` for more than anybody captures, before any of it is planned."""
     if graphs > _MOST_GRAPHS:
         raise InvalidOptionError(
-            "a plan of so many graphs is a mistake",
+            "a plan has too many graphs",
             got=f"{graphs} graphs",
             expected=f"at most {_MOST_GRAPHS}",
             advice="sizes=[1, 2, 4, 8] or a smaller max_size, and fewer loras, bounds, variants or "

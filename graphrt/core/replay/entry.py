@@ -32,6 +32,14 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 """The arguments that a function is called with, and its keywords."""
 
 
+TENSORS_ALONE = (
+    "return tensors alone, in every branch: x.max() in place of float(x.max()) or x.max().item(); "
+    "where a flag decides, torch.where(flag, a, b); read numbers of the host from "
+    "current_context() where they are used"
+)
+"""Advice for an eager part that returns Python values."""
+
+
 @dataclass(eq=False, repr=False)
 class EagerPart:
     """A function that runs eagerly at every replay. Its results are copied into `recorded`, where
@@ -69,21 +77,20 @@ class EagerPart:
         if [path for path, _ in old] != [path for path, _ in new]:
             raise errors.BreakError(
                 f"{self} returned another structure than at capture",
-                got=[path for path, _ in new],
-                expected=[path for path, _ in old],
-                advice="return the same containers at every step",
+                got=", ".join(path or "one value" for path, _ in new) or "nothing",
+                expected=", ".join(path or "one value" for path, _ in old) or "nothing",
+                advice="return the same containers, of the same length, in every branch",
             )
         for (path, before), (_, now) in zip(old, new, strict=True):
             if isinstance(before, torch.Tensor) and isinstance(now, torch.Tensor):
                 self._deliver_tensor(path, before, now)
             elif type(before) is not type(now) or not _is_same_value(before, now):
                 raise errors.BakedScalarError(
-                    f"{self} returned another value than the graph holds"
-                    f"{' at ' + path if path else ''}",
+                    f"{self} returned another value than at its capture"
+                    f"{', at ' + path if path else ''}: its graph keeps that one",
                     got=told(now),
-                    expected=told(before),
-                    advice="return it as a tensor, or read it from current_context() where it is "
-                    "used",
+                    expected=f"{told(before)}, as at the capture",
+                    advice=TENSORS_ALONE,
                 )
 
     def _deliver_tensor(self, path: str, recorded: torch.Tensor, result: torch.Tensor) -> None:
@@ -109,12 +116,12 @@ class EagerPart:
             return
         if path in self.aliased and recorded.numel():
             raise errors.BreakError(
-                f"{self} returned memory of its own where it returned an "
-                f"argument at capture{', at ' + path if path else ''}",
-                got="a fresh tensor",
-                expected="the argument, or a view of it",
-                advice="return a fresh tensor always (y.clone() where y stays as it is), or write "
-                "into the argument always",
+                f"{self} returned a new tensor; at the capture it returned its argument"
+                f"{', at ' + path if path else ''}",
+                got="a new tensor",
+                expected="its argument, or a view of it, as at the capture",
+                advice="return a fresh tensor always (y.clone() in place of y), or write into the "
+                "argument always",
             )
         recorded.copy_(result)
 

@@ -288,6 +288,11 @@ class PoolHolders:
         if self._sessions:
             holder.in_session(False)
 
+    @property
+    def uses_results(self) -> bool:
+        """Whether the host uses results of captures, by the session that was entered last."""
+        return not self._sessions or self._sessions[-1].uses_results
+
     def note_session(self, session: CaptureSession, *, begun: bool) -> None:
         """A session has begun, or ended."""
         if begun:
@@ -301,8 +306,10 @@ class PoolHolders:
 class CaptureSession:
     """What was captured in a pool since this, of `GraphPool.capture_session()`, was entered."""
 
-    def __init__(self, pool: GraphPool) -> None:
+    def __init__(self, pool: GraphPool, *, uses_results: bool = True) -> None:
         self._pool = pool
+        self.uses_results = uses_results
+        """Whether the host reads what calls that capture return, and write."""
         # What ends the session.
         self._undo = Undo()
         # The pool's count of captures, and its bytes, when this was made.
@@ -427,20 +434,21 @@ class GraphPool(errors.Uncopied):
         with self.capture_lock, self.on_device():
             return self.platform.memory_handle(self.memory)
 
-    def capture_session(self, *, stream: Any = None) -> CaptureSession:
+    def capture_session(self, *, stream: Any = None, uses_results: bool = True) -> CaptureSession:
         """A context around many captures, such as those of a host that captures piece by piece.
 
         Garbage is frozen once; beside a heap that the host has frozen it is only not collected.
         Wrappers with `GraphOptions(lazy=True)` may capture inside, those included that come into
         the pool meanwhile, and are sealed where it ends, however it ends. It holds no lock and owns
         no pool: the host runs and captures in it what it likes. `stream` is where the pool captures
-        from now on, as in `GraphPool(stream=)`. May be nested.
+        from now on, as in `GraphPool(stream=)`. Without `uses_results` a FULL graph, and the last
+        segment of a breakable one, need not be replayed when they are captured. May be nested.
         """
         self.check_open()
         if stream is not None:
             with self.on_device():
                 self.streams.for_captures = self.platform.adopt_stream(stream)
-        return CaptureSession(self)
+        return CaptureSession(self, uses_results=uses_results)
 
     def _captured(self, wrapper: HoldsGraphs, descriptor: BatchDescriptor) -> None:
         """Count a capture, and tell who wants to know."""

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from graphrt.core.base._undo import ProcessChange, Undo
+from graphrt.core.base._undo import ProcessChange, Undo, undoing
 from graphrt.core.base.errors import NestedCaptureError
 from graphrt.core.device.contract import GraphWork
 
@@ -106,6 +106,14 @@ def is_inside_capture() -> bool:
     """
     recording = active.get()
     return warming_up.get() if recording is None else recording.segment_open
+
+
+@undoing
+def without_inner_graphs(forward: Callable[[], Any], undo: Undo) -> Any:
+    """Run the forward; runners and wrappers in it run eagerly, as in a warm-up."""
+    undo.set(warming_up, True)
+    enter_under_way(undo, forward)
+    return forward()
 
 
 def refuse_inside_capture(what: str) -> None:

@@ -7,13 +7,12 @@ or the one that a step misses. `RunnerCapture` captures them, and undoes each th
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,18 +20,23 @@ import torch.distributed as dist
 from graphrt.core.base import errors, tree
 from graphrt.core.base._undo import Undo, note, undoing
 from graphrt.core.base.log import logger
-from graphrt.core.base.option_values import check_takes
-from graphrt.core.base.texts import counted, seconds_text
+from graphrt.core.base.texts import counted
 from graphrt.core.batch.context import ForwardContext
 from graphrt.core.batch.descriptor import Batch, BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture import refusals
 from graphrt.core.capture.guard import SideDoors, side_doors
 from graphrt.core.capture.limit import GraphLimit
-from graphrt.core.device.contract import Capability, EndedCaptureError, GraphWork
+from graphrt.core.device.contract import (
+    Capability,
+    EndedCaptureError,
+    FirstCallError,
+    GraphWork,
+)
 from graphrt.core.dispatch.ladders import preference
 from graphrt.core.dispatch.reasons import Agreed, Dispatch
 from graphrt.core.plan.sizes import CaptureKey
+from graphrt.core.replay.entry import graphs_of
 from graphrt.core.replay.recording import enter_under_way, freeze_garbage, warming_up
 from graphrt.core.replay.tasks import WORST_CASE
 from graphrt.core.runner import graph_table
@@ -43,8 +47,11 @@ from graphrt.core.runner.streams import StreamLedger, WorkCount
 Progress = Callable[[int, int, BatchDescriptor], None]
 """Told how many graphs are done, of how many, and which one comes next (at the end: the last)."""
 
-_WIDTH = 24
-"""The characters of a progress bar: with the text behind it a line fits into a terminal."""
+_MOST_FAILURES = 2
+"""After so many captures of a kind that had to be repeated, its further graphs are warmed up."""
+
+_MANY = 1 << 30
+"""More blocks than a capture leaves."""
 
 
 @dataclass(frozen=True)
@@ -60,39 +67,6 @@ class CaptureProgress:
 
     def __bool__(self) -> bool:
         return self.left > 0
-
-
-def progress_bar(stream: TextIO | None = None) -> Callable[..., None]:
-    """A callback for `graphrt.GraphRunner.capture` that rewrites one line of a terminal before each
-    graph, and ends it after the last. It takes a further text to show as fourth argument. The line
-    is written to `stream`, by default to stderr where that is a terminal."""
-    if stream is None and sys.stderr.isatty():
-        stream = sys.stderr
-    began, written = time.perf_counter(), 0
-
-    def show(done: int, total: int, descriptor: BatchDescriptor, more: str = "") -> None:
-        nonlocal written
-        if stream is None:
-            return
-        took = seconds_text(time.perf_counter() - began) + (f", {more}" if more else "")
-        line, end = f"captured {counted(total, 'graph')} in {took}", "\n"
-        if done < total:
-            bar = "#" * (_WIDTH * done // total)
-            line, end = f"[{bar:.<{_WIDTH}}] {done}/{total}, next: {descriptor}, {took}", ""
-        # Padded, so that nothing stays of a longer line before it.
-        stream.write(f"\r{line:<{written}}{end}")
-        stream.flush()
-        written = len(line)
-
-    return show
-
-
-def progress_of(progress: Progress | bool | None) -> Progress | None:
-    """The callback for `capture(progress=)`, or None. Raises `InvalidOptionError`."""
-    if progress is None or isinstance(progress, bool):
-        return progress_bar() if progress else None
-    check_takes("progress", progress, "progress(done, total, descriptor)")
-    return progress
 
 
 # Each of these three is called in a turn of the pool, and makes a new `RunnerCapture`: steps
@@ -221,7 +195,8 @@ class RunnerCapture:
 
     1. Compiled modules that are not compiled yet run once, and compile.
     2. Each graph: the forward is warmed up on padding (the first of its kind is watched), captured
-       in a transaction, and the graph is published.
+       in a transaction, and the graph is published. Where failures cost nothing, only the first of
+       a kind is warmed up, and others whose capture has failed.
     3. The batch axes of outputs are found, if need be by eager runs at other sizes; then the
        tensors that graphs read, and the steps to check.
 
@@ -240,9 +215,26 @@ class RunnerCapture:
         # Runs warm-ups and captures of the forward, and puts its state back after each.
         self._state = graphs.checks.runs(setup)
         self._streams = StreamLedger(setup.pool.platform, setup.options.breaks)
+        # The modes in which further sizes of a kind are captured first, and warmed up only if that
+        # fails. With ranks a failure is voted on, but not while others wait in the collectives of
+        # segments that have run.
+        can_fail = Capability.FREE_FAILURES in setup.pool.platform.capabilities
+        tries = can_fail and setup.options.warmups is None
+        can_agree = setup.host.ranks is not None and not setup.pool.platform.capture_executes
+        self._tried = {
+            mode
+            for mode in (GraphMode.FULL, GraphMode.PIECEWISE)
+            if tries and (not _has_ranks() or (can_agree and mode is GraphMode.FULL))
+        }
+        # (mode, kind) -> the tokens of its first graph, which was warmed up; how many further ones
+        # had to be; and the fewest blocks that a capture has left allocated.
+        self._warmed: dict[Hashable, tuple[int, int, int]] = {}
+        # The seconds of the warm-ups of the graph under way.
+        self._warm_up_s = 0.0
         # Notes which tensors eager parts have made. Only PIECEWISE captures ask for it; to watch an
         # operator takes longer than a small operator does.
-        self._doors = SideDoors() if setup.plan.mode.has_piecewise else None
+        watches = setup.plan.mode.has_piecewise and setup.options.checks("capture")
+        self._doors = SideDoors() if watches else None
 
         # The query length, where all graphs have the same one.
         lengths = {descriptor.query_len for _, descriptor in setup.plan.keys}
@@ -291,12 +283,21 @@ class RunnerCapture:
             if uncompiled:
                 # At the largest size, where no graph is planned.
                 rows = BatchDescriptor(setup.inputs.tokens, setup.inputs.reqs)
-                self._run(graph_table.PreparedStep(graphs, *(keys or [(GraphMode.NONE, rows)])[0]))
+                key = (keys or [(GraphMode.NONE, rows)])[0]
+                self._compile(graph_table.PreparedStep(graphs, *key))
             if not graphs.records:
                 graphs.named.record()
             if keys:
                 freeze_garbage(undo, self)
                 self._capture(keys, progress, more=more)
+
+    def _compile(self, graph: graph_table.PreparedStep) -> None:
+        """Run the forward once, which compiles its modules."""
+        try:
+            self._run(graph)
+        except BaseException as error:
+            refusals.note_place(error, str(graph))
+            raise
 
     def _capture(
         self, keys: Sequence[CaptureKey], progress: Progress | None, *, more: bool
@@ -339,7 +340,7 @@ class RunnerCapture:
             dropped = graph_table.DroppedGraph(graph.mode, graph.descriptor, str(error))
             self._graphs.left_out[graph.slot] = dropped
         except BaseException as error:
-            note(error, f"while capturing {graph}")
+            refusals.note_place(error, str(graph))
             raise
 
     @undoing
@@ -355,33 +356,21 @@ class RunnerCapture:
 
     def _captured(self, graph: graph_table.PreparedStep) -> graph_table.GraphRecord:
         """Warm up and capture one graph, in its transaction, which can take it back."""
-        pool, transaction = self._setup.pool, graph.transaction
+        pool = self._setup.pool
         started, before = time.perf_counter(), pool.bytes()
         if self._setup.owns_pool and not self._graphs.records:
             # After a release the pool holds memory still: it counts for the first graph.
             before = 0
         self._streams.check(graph)
-        began, work, has_room = time.perf_counter(), None, True
-        try:
-            work = self._warm_up(graph)
-        except errors.ResourceExhaustedError:
-            in_pool = Capability.ALLOCATE_IN_POOL in pool.platform.capabilities
-            if not in_pool or not self._graphs.records:
-                raise
-            has_room = False
-        if not has_room:  # not from above: an error that is handled keeps the memory of its run
-            work = self._warm_up_in_pool(graph)
-        warm_up_s = time.perf_counter() - began
-        is_cold = not self._setup.options.warmups
-        self._graphs.lifting.expect(is_cold or self._state.reads_host_memory())
-        transaction.may_draw = is_cold or self._state.may_draw()
-        transaction.work = work
-        self._streams.check(graph, work)
-        with pool.capture_lock:
-            pool.platform.make_room()
+        self._warm_up_s = 0.0
+        is_tried = self._is_tried(graph)
+        if is_tried:
+            self._expect(graph, None, is_tried=True)
+        else:
+            self._warm_up_first(graph)
         outside = pool.platform.driver_bytes()
         try:
-            self._attempt(graph)
+            attempts = self._attempts(graph, is_tried=is_tried)
         except errors.StreamBudgetError:
             self._streams.failed(graph)
             raise
@@ -392,16 +381,58 @@ class RunnerCapture:
             _growth(before, pool.bytes()),
             _growth(outside, pool.platform.driver_bytes()),
             self._streams.took(graph),
-            warm_up_s,
+            self._warm_up_s,
             started,
+            attempts=attempts,
         )
+
+    def _is_tried(self, graph: graph_table.PreparedStep) -> bool:
+        """Whether a graph is captured without a warm-up first: not the first and largest of its
+        kind, nor after too many failures of that."""
+        kind, tokens = (graph.mode, graph.descriptor.kind), graph.descriptor.num_tokens
+        largest, failures, least = self._warmed.setdefault(kind, (tokens, 0, _MANY))
+        # Not where the first was dropped: nothing is known of a capture of the kind.
+        is_known = tokens < largest and failures < _MOST_FAILURES and least < _MANY
+        return graph.mode in self._tried and is_known and self._state.may_try()
+
+    def _warm_up_first(self, graph: graph_table.PreparedStep) -> None:
+        """Warm a graph up, and note what that tells its capture."""
+        pool, began = self._setup.pool, time.perf_counter()
+        work, has_room = None, True
+        try:
+            work = self._warm_up(graph)
+        except errors.ResourceExhaustedError:
+            in_pool = Capability.ALLOCATE_IN_POOL in pool.platform.capabilities
+            if not in_pool or not self._graphs.records:
+                raise
+            has_room = False
+        if not has_room:  # not from above: an error that is handled keeps the memory of its run
+            work = self._warm_up_in_pool(graph)
+        self._expect(graph, work)
+        self._warm_up_s = time.perf_counter() - began
+
+    def _expect(
+        self,
+        graph: graph_table.PreparedStep,
+        work: GraphWork | None,
+        *,
+        is_tried: bool = False,
+    ) -> None:
+        """Note, for the next attempt, what warm-ups have told so far."""
+        is_cold = self._setup.options.warmups == 0
+        self._graphs.lifting.expect(is_cold or self._state.reads_host_memory())
+        graph.transaction.may_draw = is_cold or self._state.may_draw(is_tried=is_tried)
+        graph.transaction.work = work
+        self._streams.check(graph, work)
+        with self._setup.pool.capture_lock:
+            self._setup.pool.platform.make_room()
 
     def _warm_up(self, graph: graph_table.PreparedStep) -> GraphWork | None:
         """Run the forward as often as the options say; returns the work that the last run issued
         where the device asks for it."""
-        work = None
+        work, host = None, self._setup.host
         try:
-            for _ in range(self._setup.options.warmups):
+            for _ in range(1 if (asked := self._setup.options.warmups) is None else asked):
                 count = self._streams.counter(graph)
                 self._run(graph, kind=graph.descriptor.kind, count=count)
                 work = None if count is None else count.work
@@ -411,7 +442,7 @@ class RunnerCapture:
                 explained = self._setup.pool.platform.explain(error)
                 if isinstance(explained, errors.ResourceExhaustedError):
                     try:
-                        raise explained from error
+                        raise explained.at(refusals.source_of(error)) from error
                     finally:
                         # Else the error and this frame keep each other, and the memory of the run:
                         # smaller graphs would find no room either, as no garbage is collected.
@@ -420,7 +451,13 @@ class RunnerCapture:
                     raise refusals.NESTED_PADDING(source=refusals.source_of(error)) from error
                 specs = self._setup.inputs.declared.specs.items()
                 pads = ", ".join(f"{name}={spec.pad_value}" for name, spec in specs)
-                note(error, f"in a warm-up, where every row is padding ({pads}; InputSpec(pad=))")
+                # An eager part that asks it for a value raises that None has none.
+                no_metadata = host.metadata is None and "NoneType" in str(error)
+                more = ", and current_context().metadata is None" if no_metadata else ""
+                note(
+                    error,
+                    f"in a warm-up, where all rows are padding ({pads}; InputSpec(pad=)){more}",
+                )
             raise
         return work
 
@@ -433,27 +470,101 @@ class RunnerCapture:
         undo.enter(platform.allocate_in(pool.memory))
         return self._warm_up(graph)
 
-    def _attempt(self, graph: graph_table.PreparedStep, *, again: bool = False) -> None:
-        """Capture a graph; once more with its constants lifted where these cannot be captured, or
-        where another thread has ended the capture. Segments of pieces may have run until then, and
-        other ranks wait in their collectives: with ranks only a FULL graph has a second attempt."""
-        ended = False
+    def _attempts(self, graph: graph_table.PreparedStep, *, is_tried: bool) -> int:
+        """Capture a graph, in two attempts at most; returns how many it took.
+
+        The second follows where constants have to be lifted, or another thread has ended the
+        capture; and, if the first was only tried, where a first call may explain what it did.
+        Ranks vote on it. Segments of pieces may have run until then, and other ranks wait in their
+        collectives: after such a failure only a FULL graph has a second attempt.
+        """
+        platform, kind = self._setup.pool.platform, (graph.mode, graph.descriptor.kind)
+        largest, failures, least = self._warmed[kind]
+        has_left = False
+        try:
+            before = platform.allocations() or 0
+            self._run(graph, captures=True, is_tried=is_tried)
+            left = (platform.allocations() or 0) - before - self._state.copies()
+            has_left = left > least
+            is_doubtful = is_tried and self._is_first_call(graph, has_left)
+            self._warmed[kind] = largest, failures, min(least, left)
+        except Exception as error:
+            is_doubtful = self._may_repeat(graph, error, is_tried)
+            if not self._agreed(graph, is_doubtful or None):
+                raise
+            again = True
+        else:
+            again = self._agreed(graph, is_doubtful)
+        if not again and is_doubtful:
+            raise errors.CaptureError(
+                "this capture has to be repeated, and another rank has failed in its own",
+                advice="look at the log of that rank first",
+            )
+        if not again:
+            return 1
+        # Not from above: while an error is handled it keeps the memory of its capture.
+        if not has_left:
+            graph.transaction.rollback()
+        if is_tried:
+            self._state.take_back()
+            self._warmed[kind] = largest, failures + 1, least
+            self._warm_up_first(graph)
+            if has_left and graph.wrapper is not None:
+                self._fill_left(graph)
+        graph.transaction.rollback()
         try:
             self._run(graph, captures=True)
-        except EndedCaptureError:
-            alone = not (dist.is_available() and dist.is_initialized())
-            if again or not (alone or graph.mode is GraphMode.FULL):
-                raise
-            # Not from here: while an error is handled it keeps the memory of its capture.
-            ended = True
-        except errors.PageableCopyError:
-            if not self._graphs.lifting.repeat():
-                raise
-            graph.transaction.rollback()
-            self._attempt(graph, again=again)
-        if ended:
-            graph.transaction.rollback()
-            self._attempt(graph, again=True)
+        except Exception:
+            self._agreed(graph, None)
+            raise
+        self._agreed(graph, False)
+        return 2
+
+    @undoing
+    def _fill_left(self, undo: Undo, graph: graph_table.PreparedStep) -> None:
+        """Give memory that a capture has left, and that cannot be taken back, the values of an
+        eager call. The warm-up before has saved what this size writes."""
+        assert graph.wrapper is not None
+        undo.later(self._state.restore)
+        if graph.ring is not None and graph.layout.fetch is not None:
+            graph.ring.expect_capture(graph.layout.fetch)
+        for last in graphs_of(graph.wrapper.entries[graph.descriptor].parts)[-1:]:
+            last.replay()
+
+    def _is_first_call(self, graph: graph_table.PreparedStep, has_left: bool) -> bool:
+        """Whether a capture that was tried may have done what later calls do not. If it `has_left`
+        memory, no walk through Python need find that, such as in a queue."""
+        state = self._state
+        # Draws on the host are looked for only where a run before has shown some.
+        if state.may_draw(is_tried=True) and not graph.transaction.may_draw:
+            return True
+        of_parts = self._doors is not None and self._doors.holds_new()
+        return has_left or of_parts or state.contradicts()
+
+    def _agreed(self, graph: graph_table.PreparedStep, again: bool | None) -> bool:
+        """Whether to make another attempt: with ranks, whether one of them wants that, and none has
+        failed for good (None)."""
+        ranks = self._setup.host.ranks
+        return bool(again) if ranks is None else ranks.agree_on_attempt(self._graphs, again)
+
+    def _may_repeat(
+        self, graph: graph_table.PreparedStep, error: Exception, is_tried: bool
+    ) -> bool:
+        """Whether the first attempt at a capture may succeed if it is repeated. One that was tried
+        is taken back in Python."""
+        has_changed = is_tried and self._state.take_back()
+        if isinstance(error, errors.PageableCopyError):
+            return self._graphs.lifting.repeat() or is_tried
+        if isinstance(error, EndedCaptureError):
+            return graph.mode is GraphMode.FULL or not _has_ranks()
+        explained = self._setup.pool.platform.explain(error)
+        never = (errors.ResourceExhaustedError, errors.StreamBudgetError)
+        if not is_tried or isinstance(error, never) or isinstance(explained, never):
+            return False
+        # What the forward itself raises is raised by its warm-up too, which says that all is
+        # padding. A refusal stays one, unless a first call made what is refused.
+        first = isinstance(error, errors.CaptureSyncError | FirstCallError)
+        return first or not isinstance(error, errors.GraphRTError) or has_changed
 
     @undoing
     def _run(
@@ -462,11 +573,12 @@ class RunnerCapture:
         graph: graph_table.PreparedStep,
         *,
         captures: bool = False,
+        is_tried: bool = False,
         kind: Hashable = None,
         count: WorkCount | None = None,
     ) -> None:
-        """Run the forward on padding: as the capture, in the graph's transaction; or as a warm-up
-        of a `kind`, whose work is counted by `count`."""
+        """Run the forward on padding: as the capture, in the graph's transaction, `is_tried` if no
+        warm-up came before; or as a warm-up of a `kind`, whose work is counted by `count`."""
         state, setup = self._state, self._setup
         pool, inputs, host = setup.pool, setup.inputs, setup.host
         # Outputs of the step before may be views of the buffers, which are written now.
@@ -510,7 +622,10 @@ class RunnerCapture:
         with context:
             if captures:
                 in_one = graph.wrapper is not None
-                outputs = state.capture(graph.mode, graph.descriptor, calls(), in_one=in_one)
+                graph.transaction.replays = partial(state.before_replay, in_one)
+                outputs = state.capture(
+                    graph.mode, graph.descriptor, calls(), in_one=in_one, is_tried=is_tried
+                )
             else:
                 outputs = state.run(kind, graph.descriptor.num_tokens, graph.layout.views, calls)
             graph.outputs.axes.see(graph.descriptor.num_tokens, graph.reqs, outputs)
@@ -542,6 +657,10 @@ class RunnerCapture:
         # errors: restore again.
         undo.after_error(self._state.restore)
         self._run(graph_table.PreparedStep(self._graphs, GraphMode.NONE, rows))
+
+
+def _has_ranks() -> bool:
+    return dist.is_available() and dist.is_initialized()
 
 
 def _growth(before: int | None, after: int | None) -> int | None:

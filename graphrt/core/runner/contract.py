@@ -20,6 +20,8 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from itertools import repeat
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
+import torch
+
 from graphrt.core.base import errors
 from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.batch.descriptor import Batch, BatchDescriptor
@@ -27,7 +29,7 @@ from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.generators import Generators
 from graphrt.core.capture.state import saved
 from graphrt.core.dispatch.reasons import Dispatch, Reason
-from graphrt.core.runner.findings import TrustReport
+from graphrt.core.runner.findings import Look, TrustReport
 from graphrt.core.runner.host import MakeExample
 from graphrt.core.runner.setup import RunnerSetup
 from graphrt.core.runner.weights import NamedWeights, refuse_moved
@@ -72,6 +74,7 @@ class RunWatch:
         platform = setup.pool.platform
         self._declared = saved(setup.host.state, setup.options.state_limit(platform))
         self._generators = Generators(platform.device_type)
+        self._host_state = torch.get_rng_state()
 
     def run(self, kind: Hashable, tokens: int, inputs: Values, calls: Calls[T]) -> T:
         """Run a forward of so many tokens eagerly, for graphs of a `kind`; None is no graph's.
@@ -79,19 +82,51 @@ class RunWatch:
         return calls()()
 
     def capture(
-        self, mode: GraphMode, descriptor: BatchDescriptor, call: Callable[[], T], *, in_one: bool
+        self,
+        mode: GraphMode,
+        descriptor: BatchDescriptor,
+        call: Callable[[], T],
+        *,
+        in_one: bool,
+        is_tried: bool = False,
     ) -> T:
-        """Capture a forward, as one graph (`in_one`) or as pieces."""
+        """Capture a forward, as one graph (`in_one`) or as pieces. It `is_tried` where no
+        warm-up of its size came before."""
         return call()
+
+    def before_replay(self, in_one: bool, is_last: bool) -> bool:
+        """A capture is about to replay a segment, the last one if `is_last`; returns whether that
+        is needed. Nobody uses what a session's capture returns: the last segment of one that is
+        `in_one` is read only if that left tensors in Python, as far as is known."""
+        return True
+
+    def copies(self) -> int:
+        """By how many tensors the state that is held grew in the last capture."""
+        return 0
+
+    def may_try(self) -> bool:
+        """Whether the next capture may be tried: it can be taken back in Python."""
+        return True
+
+    def contradicts(self) -> bool:
+        """Whether the capture that was just tried did what its kind's warm-up did not, as a first
+        call does: then it has to be warmed up."""
+        return False
+
+    def take_back(self) -> bool:
+        """Put back what a capture that was tried has changed in Python; returns whether it had
+        changed anything."""
+        return False
 
     def restore(self) -> None:
         """Put back the state that the last run has changed; it may be called again. The first
         error of the host's own functions is raised when all is done."""
         Undo([*reversed(self._declared)]).now()
 
-    def may_draw(self) -> bool:
-        """Whether the last warm-up drew random numbers, as far as is known."""
-        return True
+    def may_draw(self, *, is_tried: bool = False) -> bool:
+        """Whether the last run drew random numbers, as far as is known. Where a capture `is_tried`,
+        that of a larger size has passed a look at each operator."""
+        return not (is_tried and torch.equal(self._host_state, torch.get_rng_state()))
 
     def reads_host_memory(self) -> bool:
         """Whether a warm-up has read memory of the host: where one operand is a number there, its
@@ -168,9 +203,23 @@ class StepChecks:
         reason to run it eagerly if it cannot be tried. With `strict` raises a failure."""
         return None
 
+    def may_repeat(self, executor: Any, step: Step, error: errors.BreakError) -> bool:
+        """Whether a step that has ended half way, as an eager part returned what its graph cannot
+        read, may run again, eagerly. Then its graph is replayed no more."""
+        return False
+
     def run_eagerly(self, executor: Any, step: Step) -> Any:
         """Run a step eagerly on its live rows."""
         return executor.run_unpadded(step)
+
+    def lends(self) -> Collection[int] | None:
+        """None if an eager step runs on copies of its inputs. Else it may read them in the caller's
+        memory, as the forward writes none; but not those in storages of these numbers."""
+        return None
+
+    def stop_lending(self, kept: Mapping[str, int]) -> None:
+        """Have eager steps run on copies from now on: the forward has written an input, or may have
+        `kept` some, by name with the number of the storage."""
 
     def after_eager_step(self) -> None:
         """A step has run eagerly with the padding of its graph."""
@@ -212,6 +261,16 @@ class StepChecks:
 
     def set_aside(self, failure: Exception) -> None:
         """Let all batches run eagerly; the caller raises `failure` itself."""
+
+    def look(self) -> Look:
+        """What has changed in Python since the last capture. Raises `VerificationError` where
+        checks have noted nothing to compare with."""
+        raise errors.VerificationError(
+            "look() compares with what checks have noted at a capture",
+            got="no graphs" if self.on else 'check="off"',
+            expected='graphs, captured at check="capture" or a higher level',
+            advice="capture() first" if self.on else "GraphOptions(check=), GRAPHRT_CHECK unset",
+        )
 
     def report(self, graphs: Any, *, quick: bool) -> TrustReport:
         """What is known of whether the graphs equal their forward. A `quick` report makes no walk:

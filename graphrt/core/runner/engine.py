@@ -167,7 +167,7 @@ class StepEngine:
                 elif dispatch.slot < 0:
                     outputs = self._run_unpadded(self._at_agreed_size(step, agreed))
                 else:
-                    outputs = executor.run_padded(step)
+                    self.last_dispatch, outputs = self._replayed(step)
             else:
                 assert prepared is not None
                 outputs = executor.run(prepared, batch, values)
@@ -192,7 +192,7 @@ class StepEngine:
         if reason is None:
             tried = checks.try_step(self._executor, step)
             if tried is None:
-                return dispatch, self._executor.run_padded(step)
+                return self._replayed(step)
             if not isinstance(tried, Reason):
                 return tried
             reason = tried
@@ -204,6 +204,19 @@ class StepEngine:
             return eager, self._executor.run_padded(step, eager=True)
         finally:
             checks.after_eager_step()
+
+    def _replayed(self, step: Step) -> tuple[Dispatch, Any]:
+        """Replay a step; returns its dispatch as it ran, and its outputs. Where an eager part
+        returns what its graph cannot read, the step runs again, eagerly, if the checks allow it."""
+        try:
+            return step.dispatch, self._executor.run_padded(step)
+        except errors.BreakError as error:
+            if not (error.by_part and self._checks.may_repeat(self._executor, step, error)):
+                raise
+        self.last_dispatch = eager = self._dispatcher.run_eagerly(
+            step.dispatch, step.batch, Reason.QUARANTINED
+        )
+        return eager, self._run_unpadded(step._replace(dispatch=eager))
 
     def failed(
         self, dispatch: Dispatch, updates: Any = None, not_served_before: int | None = None
@@ -232,7 +245,7 @@ class StepEngine:
             or batch.num_tokens > prepared.descriptor.num_tokens
         ):
             raise errors.InvalidBatchError(
-                "there is no graph whose padding the step could have",
+                "run_padded_eagerly() needs the dispatch of a captured graph",
                 got=f"{batch} and {dispatch}",
                 expected="a dispatch with Reason.HIT of this batch, by a graph that is captured",
                 advice="capture() first; dispatch = runner.dispatcher.dispatch(batch), and call "

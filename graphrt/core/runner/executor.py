@@ -18,11 +18,13 @@ from graphrt.core.base import errors, tree
 from graphrt.core.base._undo import Undo
 from graphrt.core.base.option_values import shown
 from graphrt.core.base.thread_mode import unseen
+from graphrt.core.base.torch_names import count_dispatch_modes
 from graphrt.core.batch.context import ForwardContext, current_context
 from graphrt.core.batch.descriptor import Batch, live_query_len
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.dispatch.reasons import Reason
 from graphrt.core.inputs.buffers import batch_of, reqs_of, wrong_requests
+from graphrt.core.inputs.loans import Loans
 from graphrt.core.replay.handout import LiveOutputs
 from graphrt.core.replay.tasks import DEFERRED, UNCHANGED, WORST_CASE, check_names, failed_half_way
 from graphrt.core.runner.contract import Step, Values
@@ -58,7 +60,7 @@ class StepExecutor:
         `InvalidUpdateError`, and `MissingUpdateError` for UNCHANGED after a step that failed."""
         if updates is DEFERRED:
             raise errors.InvalidUpdateError(
-                "the updates of a runner's step come with it",
+                "a runner takes the updates of a step with its call, not after it",
                 got="DEFERRED",
                 expected="this step's updates, or UNCHANGED",
                 advice="a GraphWrapper takes them after the call, with update()",
@@ -153,9 +155,10 @@ class StepExecutor:
         return outputs
 
     def run_unpadded(self, step: Step, around: Around | None = None) -> Any:
-        """Run the forward on copies of the live rows, in a trial by `around`; where ranks found no
-        graph for all, padded to the rows of the largest of them, as collectives need as many
-        everywhere. Raises `InvalidInputError`."""
+        """Run the forward on the live rows, in a trial by `around`: on copies of them, or on inputs
+        that are lent (loans.py). Where ranks found no graph for all they are padded to the rows of
+        the largest, as collectives need as many everywhere. Raises `InvalidInputError`, and
+        `VerificationError` for a forward that writes what it was lent."""
         inputs, pool = self.inputs, self.pool
         batch, values, descriptor = step.batch, step.values, step.dispatch.descriptor
         tokens, reqs = batch.num_tokens, reqs_of(inputs, batch, values)
@@ -173,15 +176,32 @@ class StepExecutor:
             live=batch,
         )
         pool.streams.follow()
-        # Torch modes of the host are to see the operators of the forward, not these copies.
-        copies = partial(inputs.padded_copies, rows=rows) if is_padded else inputs.copies
-        views = unseen(partial(copies, values, tokens, reqs))
+        loans = views = None
+        # Code of a compiler may keep what it is given until its next call.
+        may_lend = around is None and self._bind is None and not self.graphs.setup.compiled
+        held = self.graphs.checks.lends() if may_lend else None
+        if held is not None and not is_padded and count_dispatch_modes() == 0:
+            loans = Loans(inputs, held)
+            views = loans.arguments(values, tokens, reqs)
+        if views is None:
+            loans = None
+            # Torch modes of the host are to see the operators of the forward, not these copies.
+            copies = partial(inputs.padded_copies, rows=rows) if is_padded else inputs.copies
+            views = unseen(partial(copies, values, tokens, reqs))
         # After the copies: the last step's outputs may be among the inputs.
         pool._expire_outputs()
         if self._bind is not None:
             self._bind(MappingProxyType(views), descriptor, "eager")
         forward = partial(self.graphs.setup.run_forward, **inputs.nest(views))
         outputs = self._in_context(context, forward, around)
+        if loans is not None:
+            del forward, views
+            # Replaced, not kept beside: views of inputs among them would count as kept.
+            outputs = loans.end(outputs, self.graphs.checks.stop_lending, clones=self._clones)
+            kept = loans.kept()
+            if kept is not None:
+                self.graphs.checks.stop_lending(kept)
+            return outputs
         if is_padded:
             axes = self.graphs.setup.outputs
             live = LiveOutputs(descriptor, rows[1], axes, pool.handed_out, raw_storages=False)
@@ -202,7 +222,7 @@ class StepExecutor:
             if value is not None and value is not _of_outer_step(context, name):
                 raise errors.NestedCaptureError(
                     f"a runner inside the capture of another one has {name} of its own: replays "
-                    "would have what it was then",
+                    "would keep those of the capture",
                     got=shown(value),
                     expected="updates and metadata of the outer step, which replays can change",
                     advice=f"give {name} to the outer runner, or {errors.IN_PIECES}",

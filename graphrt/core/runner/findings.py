@@ -51,6 +51,32 @@ class UnknownMemory(NamedTuple):
     unread: int
 
 
+class Change(NamedTuple):
+    """A place in Python where something else is than at the capture. Of a tensor or an object `was`
+    and `now` have its type and address alone."""
+
+    name: str
+    was: object
+    now: object
+
+    def __str__(self) -> str:
+        return f"{self.name} = {self.was!r}, then {self.now!r}"
+
+
+class Look(tuple[Change, ...]):
+    """The changes that a look has found; empty where all is as it was at the capture."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self)) or "nothing has changed"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the places that have changed."""
+        return tuple(change.name for change in self)
+
+
 @dataclass
 class TrialRecord:
     """The findings of trials of one graph. `notes` are differences that are no failure."""

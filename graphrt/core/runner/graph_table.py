@@ -55,6 +55,8 @@ class GraphRecord:
     """Seconds of a step by this graph; None until `GraphRunner.measure` has timed it."""
     eager_s: float | None = None
     """Seconds of its forward, run eagerly on the same padded inputs."""
+    attempts: int = 1
+    """How often it was captured: 2 if that failed, or disagreed with what was known of its kind."""
 
 
 @dataclass(frozen=True)

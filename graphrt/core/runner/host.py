@@ -57,6 +57,10 @@ class Ranks(Protocol):
     def agree_on_captures(self, graphs: Any, wanted: Sequence[str]) -> None:
         """Before the `wanted` graphs are captured: raise where another rank wants others."""
 
+    def agree_on_attempt(self, graphs: Any, again: bool | None) -> bool:
+        """After each attempt at a capture, which is to be made `again`, or has failed for good
+        (None): whether all ranks make another one."""
+
 
 @dataclass(frozen=True)
 class Host:
@@ -67,7 +71,8 @@ class Host:
     At warm-up and capture all rows of the inputs are padding: what decides which kernels run
     (query lengths, the longest context) must be written there at its worst case. `state` is
     what the forward advances and no watched warm-up shows (kernels without a schema, Python
-    objects, all of it with `check="off"`): it is saved once for each capture and restored.
+    objects, all of it with `check="off"`): it is saved and restored around each
+    capture, and each run of a trial.
     `around_capture` makes a context manager for each capture
     as a whole (registration with communicators), `around_graph` is called around each graph
     (weight offloaders). `metadata(descriptor)` is the context's metadata at warm-up and

@@ -29,7 +29,7 @@ come at any time."""
 # The attributes of a report that `to_dict()` copies as they are.
 _FIGURES = (
     *("device", "capture_s", "pool_bytes", "driver_bytes"),
-    *("live_tokens", "padded_tokens", "padding", "staging_waits"),
+    *("live_tokens", "padded_tokens", "padding", "staging_waits", "platform", "axis"),
 )
 _MOST_ROWS = 24
 """The most graphs with a row in the printed table, so that it fits on a screen: those that served
@@ -70,6 +70,10 @@ class RunnerReport:
     """The batches that were dispatched to a graph and ran otherwise, such as QUARANTINED ones."""
     limit: LimitReport | None = None
     """What graphs hold under `max_graphs` or `graph_bytes`; None without a limit."""
+    platform: str = ""
+    """The platform's name, and the package that it is from if that is not graphrt."""
+    axis: str = "tokens"
+    """"rows" if the inputs have rows, and none has tokens."""
 
     @property
     def capture_s(self) -> float:
@@ -157,6 +161,11 @@ def report_of(graphs: GraphTable, live_tokens: int, *, quick: bool = False) -> R
         # once for each piece.
         reasons.update({**owner.eager_calls, Reason.MISSING_GRAPH: 0})
     trust = graphs.checks.report(graphs, quick=quick)
+    platform, specs = setup.pool.platform, setup.inputs.declared.specs.values()
+    package, sizes = (
+        type(platform).__module__.partition(".")[0],
+        {s for x in specs for s in x.shape},
+    )
     return RunnerReport(
         graphs=tuple(graphs.records),
         steps=dispatcher.hits(),
@@ -171,6 +180,8 @@ def report_of(graphs: GraphTable, live_tokens: int, *, quick: bool = False) -> R
         sizes=dispatcher.sizes(),
         not_served=dispatcher.not_served_by(),
         limit=None if graphs.limit is None else graphs.limit.report(),
+        platform=platform.name + ("" if package == "graphrt" else f" of {package}"),
+        axis="rows" if "rows" in sizes and "tokens" not in sizes else "tokens",
     )
 
 
@@ -246,19 +257,10 @@ def report_lines(figures: Mapping[str, Any], between: Iterable[str] = ()) -> Ite
     yield from between
     if graphs:
         shown = sorted(graphs, key=lambda graph: -graph["steps"])[:_MOST_ROWS]
-        titles = (
-            "graph",
-            "steps",
-            "padding",
-            "capture",
-            "pool",
-            "trial",
-            "by graph",
-            "eager",
-            "gain",
-        )
+        titles = ("graph", "steps", "padding", "capture", "pool", "trial", *GAIN_TITLES)
         rows = [titles, *(_row(graph) for graph in graphs if graph in shown)]
-        if not any(graph.get("replay_s") for graph in graphs):
+        is_timed = any(graph.get("replay_s") for graph in graphs)
+        if not is_timed:
             rows = [row[:-3] for row in rows]
         yield from ("", *aligned(rows))
         if len(shown) < len(graphs):
@@ -276,6 +278,8 @@ def report_lines(figures: Mapping[str, Any], between: Iterable[str] = ()) -> Ite
     trials = Counter(graph["trial"] for graph in graphs)
     yield "Trials: " + (", ".join(f"{n} {status}" for status, n in trials.items()) or "none")
     yield from _changes(figures["trust"])
+    if graphs and not is_timed:
+        yield "Times: none; runner.measure() compares steps by graphs with eager ones"
 
 
 def _changes(trust: Mapping[str, Any]) -> Iterator[str]:
@@ -304,6 +308,10 @@ def _row(graph: Mapping[str, Any]) -> tuple[str, ...]:
         graph["trial"],
         *gain_of(graph),
     )
+
+
+GAIN_TITLES = ("by graph", "eager", "gain")
+"""The titles of the columns of `gain_of`."""
 
 
 def gain_of(graph: Mapping[str, Any]) -> tuple[str, str, str]:

@@ -13,7 +13,7 @@ import torch
 from typing_extensions import TypeVar  # in typing from Python 3.13 on
 
 from graphrt.core.base.errors import InvalidInputError, Uncopied
-from graphrt.core.base.option_values import check_kind
+from graphrt.core.base.option_values import check_kind, check_takes
 from graphrt.core.batch.descriptor import Batch
 from graphrt.core.capture.refusals import NESTED_CAPTURE
 from graphrt.core.dispatch.reasons import Dispatch
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from graphrt.core.dispatch.dispatcher import GraphDispatcher
     from graphrt.core.runner.capture_session import CaptureProgress, Progress
     from graphrt.core.runner.contract import StepChecks
+    from graphrt.core.runner.findings import Look
     from graphrt.core.runner.report import RunnerReport
     from graphrt.core.runner.setup import RunnerSetup
 
@@ -189,11 +190,11 @@ class Runner(Uncopied, Generic[R]):
         """Capture every planned graph that is not captured yet, then seal.
 
         `progress(done, total, descriptor)` is called before each graph and at the end; True shows a
-        bar on a terminal. With `Host(example=)` graphs are tried then; one that fails its trial
-        raises `VerificationError`, and nothing is captured. A failed capture raises; the graphs
-        before it serve, and a further call tries the rest again. Graphs that the device has no
-        room for are dropped (`report().dropped`) with a `GraphsDroppedWarning`, or under `strict`
-        a `ResourceExhaustedError` when the rest is done.
+        bar on a terminal, with what the rest takes from the third graph on. With `Host(example=)`
+        graphs are tried then; one that fails its trial raises `VerificationError`, and nothing is
+        captured. A failed capture raises; the graphs before it serve, and a further call tries the
+        rest again. Graphs that the device has no room for are dropped (`report().dropped`) with a
+        `GraphsDroppedWarning`, or under `strict` a `ResourceExhaustedError` when the rest is done.
         """
         self._capture(progress)
 
@@ -231,9 +232,12 @@ class Runner(Uncopied, Generic[R]):
         self._capture(progress, anew=True)
 
     def _capture(self, progress: Progress | bool | None, *, anew: bool = False) -> None:
-        from graphrt.core.runner.capture_session import capture_all, progress_of
+        from graphrt.core.runner.capture_session import capture_all
 
-        tell = progress_of(progress)
+        # `GraphRunner` has put a bar in the place of True.
+        tell = None if isinstance(progress, bool) else progress
+        if tell is not None:
+            check_takes("progress", tell, "progress(done, total, descriptor)")
         self.graphs.check_open()
         if current_capture() is not None:
             raise NESTED_CAPTURE()
@@ -256,6 +260,16 @@ class Runner(Uncopied, Generic[R]):
         in the pool.
         """
         self._in_turn(self.graphs.check)
+
+    def look(self) -> Look:
+        """What has changed since the last capture of all that the forward reaches in Python, by
+        name: attributes, hooks, code, values, and tensors that are others or elsewhere. It only
+        tells: what a change leads to, steps and `weights_changed()` decide.
+
+        Raises `VerificationError` at `check="off"` and without graphs, and `PoolBusyError` while a
+        step is under way in the pool.
+        """
+        return self._in_turn(self.graphs.checks.look)
 
     def close(self) -> None:
         """Destroy the graphs, and the pool if it is this runner's own.

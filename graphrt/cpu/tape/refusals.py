@@ -51,7 +51,7 @@ ONE_HOT = HOST_READ._replace(
 )
 _COLLECTIVE = Refusal(
     RefusedOpError,
-    "a collective goes on behind the call, and a replay would not wait for it",
+    "a collective goes on after its call returns, and a replay would not wait for it",
     advice=f"of it and its wait: {IN_PIECES}",
 )
 _DYNAMIC_SHAPE = Refusal(
@@ -78,19 +78,19 @@ CHOICE = HOST_READ._replace(
     advice=f"compute both branches and choose with torch.where(condition, a, b), or {IN_PIECES}",
 )
 LOOP = HOST_READ._replace(
-    what="while_loop ends by the values of a tensor: every replay would make the turns of the "
-    "capture",
+    what="while_loop ends by the values of a tensor: every replay would take as many turns as "
+    "the capture",
     advice=f"use a Python loop of a fixed number of turns, with torch.where, or {IN_PIECES}",
 )
 HIGHER_ORDER = Refusal(
     RefusedOpError,
-    "a higher-order operator of torch hides the operators that it calls, and no tape has them",
+    "a higher-order operator of torch hides the operators that it calls from the capture",
     advice=f"call the function in it directly, in a Python loop where it loops, or {IN_PIECES}",
 )
 CHANGED_METADATA = Refusal(
     RefusedOpError,
-    "the shape or memory of a tensor from outside of the capture is changed, which no replay "
-    "repeats",
+    "the forward changes the shape or the memory of a tensor from outside of the capture in place: "
+    "no replay repeats that",
     advice="change a view of it: x.unsqueeze(0), x.view(...)",
 )
 GROWN_TENSOR = Refusal(
@@ -105,7 +105,7 @@ OUTPUT_OF_NO_TAPE = Refusal(
 )
 NESTED_ARGUMENT = Refusal(
     RefusedOpError,
-    "an operator reads a nested tensor from outside of the capture, whose sizes no tape has",
+    "an operator reads a nested tensor from outside of the capture, whose sizes graphs lack",
     advice=f"pad it before the capture (to_padded_tensor), or {IN_PIECES}",
 )
 UNREAD_VECTORS = Refusal(

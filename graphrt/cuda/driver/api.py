@@ -116,6 +116,12 @@ def finish_capture(stream: int) -> int:
     return graph.value
 
 
+def upload(executable: int, stream: int) -> None:
+    """Bring an executable graph to the device, on `stream`: else its first launch does."""
+    status = need().cuGraphUpload(pointer(executable), pointer(stream))
+    check("cuGraphUpload", status)
+
+
 def new_stream() -> int:
     """A stream of the current device, which no work on the legacy default stream waits for."""
     stream = ctypes.c_void_p()

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from graphrt.core.base._native_door import NativeWriter
 from graphrt.core.base.errors import GraphRTError, InputRingWarning
 from graphrt.core.device.platform import Platform
 from graphrt.core.inputs.layout import StepMoves
@@ -90,16 +91,18 @@ class RingTransport(InputTransport):
         base = self._memory[0] + slot[1]
         copy_rows(moves, sources, base)
         if kinds == moves.from_host:
-            learn(moves, sources, self.ring, self.slab, table, None)
+            if NativeWriter is not None:
+                learn(moves, sources, self.ring, self.slab, table, None)
             self._give(table, fetch, slot, (), in_graph)
             return True
         made: list[torch.Tensor] = []
-        addresses = sources.addresses
+        # A copy: what is known of the last inputs stays.
+        addresses = [*sources.addresses]
         for number, kind in enumerate(kinds):
             if kind == "d":
                 addresses[number] = self._address(sources.tensors[number], made)
         self._kept = made if sources.used_as_given else [*sources.tensors, *made]
-        if "h" not in kinds and not made:
+        if NativeWriter is not None and "h" not in kinds and not made:
             apart, home = (self._table(moves, kind * len(kinds)) for kind in "dk")
             if apart.fits and all(each.device == self.slab.device for each in sources.tensors):
                 learn(moves, sources, self.ring, self.slab, apart, home)

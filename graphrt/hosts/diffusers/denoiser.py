@@ -5,8 +5,8 @@
 3. A signature has a `GraphRunner` of one size, made and captured at its first call. Nothing is
    padded, so an image equals the eager one bit for bit. All runners of a pipeline share a pool.
 4. Beyond `max_signatures` the least recently used runner is closed.
-5. If the module is not what graphs have seen (a LoRA, other processors, moved weights), all are
-   closed, and signatures are captured again (`modules.py`).
+5. Each call looks at all that the forward reaches in Python, whatever the level of checks. After a
+   change (a LoRA, other processors, moved weights) all are closed, and captured again.
 
 Outputs are copies: PNDM, UniPC and others keep what the denoiser returned over several steps.
 """
@@ -46,7 +46,8 @@ from graphrt.hosts.diffusers.arguments import (
     read_call,
     shapes_of,
 )
-from graphrt.hosts.diffusers.modules import ModulePicture, global_hook
+from graphrt.hosts.diffusers.hooks import global_hook, hook_of
+from graphrt.hosts.same_model import SameModel
 from graphrt.platforms import Platform, get_platform
 
 _ONE = Batch(1, 1)
@@ -135,7 +136,9 @@ class DenoiserForward:
         # Each capture takes one, and replays earn them back.
         self._credit = _CREDIT
         # The module as its graphs have seen it; None while there are no graphs.
-        self._picture: ModulePicture | None = None
+        self._picture: SameModel | None = None
+        # A hook that a replay would leave out: then there are no graphs.
+        self._hook: str | None = None
         # A text in place of a runner says why its capture failed.
         self._runners: OrderedDict[Signature, GraphRunner[Any] | str] = OrderedDict()
         # Reasons of eager calls that a warning has named.
@@ -189,12 +192,14 @@ class DenoiserForward:
             return self.eager(*args, **kwargs)
         if torch.is_grad_enabled():
             return self._eagerly(EagerReason.GRADIENTS, "", args, kwargs)
+        everywhere = global_hook()
+        if everywhere is not None:
+            return self._eagerly(EagerReason.HOOKS, everywhere, args, kwargs)
         picture = self._picture_now()
-        hook = picture.hook or global_hook()
-        if hook is not None:
-            return self._eagerly(EagerReason.HOOKS, hook, args, kwargs)
-        if picture.unseen is not None:
-            return self._eagerly(EagerReason.UNSEEN, picture.unseen, args, kwargs)
+        if picture is None:
+            return self._eagerly(EagerReason.HOOKS, str(self._hook), args, kwargs)
+        if picture.unread:
+            return self._eagerly(EagerReason.UNSEEN, picture.unread, args, kwargs)
         try:
             call = read_call(self._names, args, kwargs)
         except UnservedArgument as error:
@@ -226,18 +231,16 @@ class DenoiserForward:
 
     def _has_changed(self) -> bool:
         """Whether the denoiser has changed since its picture was taken."""
-        return self._picture is not None and not self._picture.holds()
+        return self._picture is not None and bool(self._picture.look())
 
-    def _picture_now(self) -> ModulePicture:
-        """The picture of the denoiser as it is now; if it has changed, its graphs are dropped."""
-        last_picture = self._picture
-        if last_picture is not None and last_picture.holds():
-            return last_picture
-        picture = ModulePicture(self.module, self.eager)
-        if last_picture is None or not picture.equals(last_picture):
+    def _picture_now(self) -> SameModel | None:
+        """The picture of the denoiser as it is now, None if it has hooks; if it has changed, its
+        graphs are dropped."""
+        if self._picture is None or self._has_changed():
             self._drop_all()
-        self._picture = picture
-        return picture
+            self._hook = hook_of(self.module)
+            self._picture = SameModel(self.eager) if self._hook is None else None
+        return self._picture
 
     def _run(self, runner: GraphRunner[Any], call: Call) -> Any:
         outputs = runner(_ONE, **call.tensors)
@@ -265,7 +268,7 @@ class DenoiserForward:
         self._credit -= 1
         self._runners[call.signature] = runner
         # Warm-ups may have filled caches of the module.
-        self._picture = ModulePicture(self.module, self.eager)
+        self._picture = SameModel(self.eager)
         return runner
 
     def _captured(self, call: Call, template: Template) -> GraphRunner[Any]:

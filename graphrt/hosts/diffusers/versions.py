@@ -13,7 +13,7 @@ from types import CodeType
 from typing import Any
 
 from graphrt.errors import UnsupportedHostError
-from graphrt.hosts.diffusers.modules import REGISTRY
+from graphrt.hosts.diffusers.hooks import REGISTRY
 
 KNOWN = ("0.42",)
 """With which the tests of images were run."""

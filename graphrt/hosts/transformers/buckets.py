@@ -251,7 +251,7 @@ def check_encoder(model: Any) -> None:
     if name == "pixel_values" and hasattr(config, "image_size") and hasattr(config, "num_channels"):
         return
     raise CaptureError(
-        "nobody knows an input of the model to capture with",
+        "with_graphs() cannot make up an input of this model to capture with",
         got=f"{type(model).__name__}, which takes {name}",
         expected="input_ids, or pixel_values of an image_size",
         advice="leave with_graphs() out, or call it for the parts of the model",

@@ -4,7 +4,7 @@ Encoders, embedders and classifiers of texts (BERT) and pictures (ViT, CLIP's to
 `forward` is replaced: a call that graphs serve is replayed, and others go on to the model's own
 forward, with a reason in the log and in `report()`.
 
-A change of the model is found within some calls: each looks at a part of its modules.
+A change of the model is found within some calls: each looks at a share of it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from graphrt.hosts.transformers.reports import ModelReport
 from graphrt.hosts.transformers.seam import NO_GRAPHS, Seam
 
 _LOOKED_AT = 16
-"""Modules that a call looks at."""
+"""As many modules have about as many values as a call looks at."""
 
 _OF_MODELS = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """A model that expects a mask of other dimensions, or none, raises one of these."""
@@ -54,6 +54,7 @@ class EncoderGraphs(Seam):
         self.max_batch, self.lengths = max_batch, lengths
         self.buckets: Buckets | None = None
         self._sizes, self._options = sizes, options
+        self._shares = -(-sum(1 for _ in model.modules()) // _LOOKED_AT)
         self._names = list(inspect.signature(self._forward).parameters)
 
     def _methods(self) -> dict[str, Callable[..., Any]]:
@@ -113,9 +114,10 @@ class EncoderGraphs(Seam):
         if buckets is None:
             return NO_GRAPHS, 0
         if self._captured is not None:
-            # After a change all modules are looked at: the next part alone may have none.
-            was_changed = self._changed is not None
-            self._changed = self._captured.first_change(None if was_changed else _LOOKED_AT)
+            # After a change all is looked at: the next share alone may have none.
+            same = self._captured
+            look = same.look() if self._changed else same.look_at_share(self._shares)
+            self._changed = next(iter(look.names), None)
         main = call.get(self.model.main_input_name)
         reason = self._why_other_model() or _why_other_inputs(call, buckets, main)
         if reason is not None:

@@ -26,7 +26,7 @@ from graphrt.core.base.log import logger
 from graphrt.core.base.option_values import shown
 from graphrt.errors import InvalidInputError
 from graphrt.hosts.transformers.caches import Kept, KeptCache, KeptPair
-from graphrt.hosts.transformers.fingerprint import TOKEN_IDS
+from graphrt.hosts.transformers.changes import TOKEN_IDS
 from graphrt.hosts.transformers.reports import ModelReport
 from graphrt.hosts.transformers.seam import NO_GRAPHS, Seam
 from graphrt.hosts.transformers.signature import Signature
@@ -420,7 +420,7 @@ def _checked_mask(tokens: torch.Tensor, mask: torch.Tensor | None) -> torch.Tens
     wrong = is_binary.logical_not().logical_or(mask[:, -1].eq(0)).tolist()
     if any(wrong):
         raise InvalidInputError(
-            "attention_mask is not one of prompts that are padded on the left",
+            "attention_mask has padding that is not on the left",
             got=f"row {wrong.index(True)}: {shown(mask[wrong.index(True)].tolist())}",
             expected="0 for padding, and then 1 up to the last token",
             advice='padding_side="left" of the tokenizer',

@@ -58,7 +58,7 @@ def shapes_of(cache: Any) -> list[LayerShape]:
         has_states = kind in (LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)
         if not (has_keys or has_states):
             raise CaptureError(
-                "the model keeps its past in a way that no graph of this host follows",
+                "the model keeps its past in a cache that with_graphs() cannot serve",
                 got=f"a layer of {kind.__name__}",
                 expected="DynamicLayer, DynamicSlidingWindowLayer or LinearAttentionLayer",
                 advice="leave with_graphs() out for this model",

@@ -21,7 +21,8 @@ import torch
 from graphrt.core.base.log import logger
 from graphrt.errors import CaptureError, GraphRTError
 from graphrt.hosts.advice import advise
-from graphrt.hosts.transformers.fingerprint import Fingerprint, hooks_inside
+from graphrt.hosts.same_model import SameModel
+from graphrt.hosts.transformers.changes import hooks_inside, is_unread
 from graphrt.hosts.transformers.reports import Counts
 
 NO_GRAPHS = "the model has no graphs"
@@ -48,7 +49,7 @@ class Seam(ABC):
         # Held by a call that uses the graphs or their memory.
         self._using = threading.RLock()
         # The model at the capture, and the first part of it that has changed since.
-        self._captured: Fingerprint | None = None
+        self._captured: SameModel | None = None
         self._changed: str | None = None
 
     @property
@@ -60,7 +61,8 @@ class Seam(ABC):
         """Put our methods in front of the model's."""
         for name, method in self._methods().items():
             self._before[name] = self.model.__dict__.get(name)
-            self.model.__dict__[name] = _Installed(method, getattr(self.model, name))
+            kind = _InstalledForward if name == "forward" else _Installed
+            self.model.__dict__[name] = kind(method, getattr(self.model, name))
 
     def uninstall(self) -> None:
         """Give the model its methods back, and the memory to the device."""
@@ -92,7 +94,8 @@ class Seam(ABC):
                 logger.warning("%s has no graphs: %s", name, self._refused)
             else:
                 self._refused, self._changed = None, None
-                self._captured = Fingerprint(self.model, self._UNREAD)
+                same = functools.partial(is_unread, unread=self._UNREAD)
+                self._captured = SameModel(self._forward, same)
 
     def recapture(self) -> None:
         """Capture again, after a change of the model; raises what capturing raises."""
@@ -141,8 +144,8 @@ class Seam(ABC):
             )
 
     def _look_at_model(self) -> None:
-        captured = self._captured
-        self._changed = None if captured is None else captured.first_change()
+        if self._captured is not None:
+            self._changed = next(iter(self._captured.look().names), None)
 
     def _why_other_model(self) -> str | None:
         """Why graphs do not stand for the model as it is now; None if they do."""
@@ -165,16 +168,20 @@ class _Installed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._method(*args, **kwargs)
 
-    def unwrap(self) -> Callable[..., Any]:
-        """The model's own method."""
-        original: Callable[..., Any] = self.__wrapped__  # type: ignore[attr-defined]
-        return original
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # A copy of the model calls its own method: ours would run the first model's weights.
         seam = self._method.__self__  # type: ignore[attr-defined]
         method = getattr(type(seam.model), self.__name__)  # type: ignore[attr-defined]
         return types.MethodType(method, memo.get(id(seam.model)))
+
+
+class _InstalledForward(_Installed):
+    """The one of them that walks look through: no step reads what `generate` does."""
+
+    def unwrap(self) -> Callable[..., Any]:
+        """The model's own forward."""
+        original: Callable[..., Any] = self.__wrapped__  # type: ignore[attr-defined]
+        return original
 
 
 def _line_of(error: Exception) -> str:

@@ -175,7 +175,7 @@ class Signature:
             inputs = sound.to(tokens.device, self.model.dtype)
         else:
             raise CaptureError(
-                "nobody knows an input of the model's encoder to capture with",
+                "with_graphs() cannot make up an input of the model's encoder to capture with",
                 got=name,
                 expected="input_ids, or input_features of num_mel_bins",
                 advice="leave with_graphs() out",

@@ -151,6 +151,7 @@ class Pools:
             grown = [session.pool_bytes for session in self._sessions]
             total = None if None in grown else sum(each or 0 for each in grown)
             self._captures.log(time.perf_counter() - began, total)
+            self._table.end()
         self._on_end()
 
     def _join(self, pool: SharedPool) -> None:
@@ -158,7 +159,8 @@ class Pools:
             # Later sessions keep the pool's own stream: the allocator reuses a block only on the
             # stream that it was made on, and each of vLLM's managers captures on another one.
             stream = None if pool.graphs.captures else self._stream
-            session = pool.graphs.capture_session(stream=stream)
+            # vLLM's dummy runs read nothing of what they return.
+            session = pool.graphs.capture_session(stream=stream, uses_results=False)
             self._sessions.append(self._stack.enter_context(session))
             self._table.joined(pool.graphs)
 

@@ -2,7 +2,8 @@
 
 1. Each capture adds to the row of its batch: the seconds since the capture before it, so vLLM's own
    work between them is included, and the bytes by which the pool and the driver grew. All pieces of
-   a batch are one row. A batch that is captured in a later session begins anew.
+   a batch are one row: its bytes are asked for once, when the first piece of the next is there. A
+   batch that is captured in a later session begins anew.
 2. Each step counts for the row of its batch, from its last capture on.
 3. `report()` gives a `RunnerReport`. With `GRAPHRT_VLLM_REPORT=run.json` each process saves its own
    to `run.PID.json` after its captures and when it ends.
@@ -58,9 +59,8 @@ class Row:
 
 
 class Figures(NamedTuple):
-    """At one moment: the clock, the bytes of a pool and those of the driver."""
+    """At one moment: the bytes of a pool and those of the driver."""
 
-    at_s: float
     pool_bytes: int | None
     driver_bytes: int | None
 
@@ -77,6 +77,8 @@ class Table:
         self._before: WeakKeyDictionary[GraphPool, Figures] = WeakKeyDictionary()
         # When the last capture ended, or the session began.
         self._last_s: float | None = None
+        # The row of the last capture, and its pool.
+        self._last: tuple[Row, GraphPool] | None = None
 
     def row(self, mode: GraphMode, descriptor: BatchDescriptor) -> Row:
         """The row of a batch; made if there is none."""
@@ -85,20 +87,19 @@ class Table:
     def begin(self) -> None:
         """A session of captures begins."""
         self._session += 1
-        self._last_s = perf_counter()
+        self._last_s, self._last = perf_counter(), None
 
     def joined(self, pool: GraphPool) -> None:
         """Note the bytes of a pool before something is captured in it."""
-        self._before[pool] = _figures(pool)
+        self._before[pool] = Figures(pool.bytes(), pool.platform.driver_bytes())
 
     def captured(self, mode: GraphMode, descriptor: BatchDescriptor, pool: GraphPool) -> None:
         """Something was captured in `pool`."""
         # A FULL graph of the V2 runner: vLLM's own batch is inside the key.
         if isinstance(descriptor.variant, FullKey):
             descriptor = descriptor.variant.descriptor
-        now = _figures(pool)
-        before = self._before.get(pool, now)
-        began = now.at_s if self._last_s is None else self._last_s
+        now_s = perf_counter()
+        began = now_s if self._last_s is None else self._last_s
         row = self.row(mode, descriptor)
         if row.session != self._session or not row.graphs:
             new_row = Row(mode, descriptor, began_s=began, session=self._session)
@@ -108,10 +109,30 @@ class Table:
             self._rows[mode, descriptor] = self._rows.pop((mode, descriptor))
         row.graphs += 1
         row.steps = 0
-        row.capture_s += now.at_s - began
+        row.capture_s += now_s - began
+        if self._last is None or self._last[0] is not row or self._last[1] is not pool:
+            # Of many pieces, nearly all is of those before this first one.
+            had_pieces = self.end()
+            if not had_pieces:
+                self._grow(row, pool)
+            self._last = row, pool
+        self._last_s = perf_counter()
+
+    def end(self) -> bool:
+        """The last row has all of its pieces; returns whether they are several."""
+        last, self._last = self._last, None
+        if last is None or last[0].graphs < 2:
+            return False
+        self._grow(*last)
+        return True
+
+    def _grow(self, row: Row, pool: GraphPool) -> None:
+        """Add the bytes by which a pool has grown to a row."""
+        now = Figures(pool.bytes(), pool.platform.driver_bytes())
+        before = self._before.get(pool, now)
         row.pool_bytes = _grown(row.pool_bytes, before.pool_bytes, now.pool_bytes)
         row.driver_bytes = _grown(row.driver_bytes, before.driver_bytes, now.driver_bytes)
-        self._before[pool], self._last_s = now, now.at_s
+        self._before[pool] = now
 
     def forget(self) -> None:
         """All graphs are gone. Rows stay, as steps count in them."""
@@ -158,10 +179,6 @@ class Table:
             ),
             device=str(pools[0].device) if pools else "",
         )
-
-
-def _figures(pool: GraphPool) -> Figures:
-    return Figures(perf_counter(), pool.bytes(), pool.platform.driver_bytes())
 
 
 def _grown(total: int | None, before: int | None, now: int | None) -> int | None:

@@ -1,7 +1,8 @@
 """The parts of a page: tables whose cells may hold bars, tiles of figures, findings.
 
-A chart is a table: its numbers can be read, sorted and heard, and it fits a narrow screen. All text
-is escaped here, as names and failures come from the host.
+Bars stand in tables: their numbers can be read, sorted and heard, and fit a narrow screen. A curve
+has a table or a sentence beside it. All text is escaped here, as names and failures come from the
+host.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import html
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from graphrt.observe.findings import Finding
 
@@ -89,6 +91,53 @@ def _bar(pieces: Pieces) -> str:
         '<div class="track" aria-hidden="true"><svg viewBox="0 0 100 1" preserveAspectRatio="none">'
         f"{''.join(rects)}</svg></div>"
     )
+
+
+Points = Sequence[tuple[float, float, str]]
+"""A curve: how far right and how high each of its points is, 0 to 1, and what it is in words."""
+
+_LEAST_GAP = 0.09
+"""Names below a curve that are nearer to one another than this part of its width would touch."""
+
+
+def curves(
+    label: str,
+    lines: Iterable[tuple[str, Points]],
+    below: Iterable[tuple[float, str]],
+    heights: Sequence[str],
+) -> str:
+    """A drawing of (class, curve) pairs. `below` names places from the left to the right, of which
+    the last one is shown and those that there is room for; `heights` are the values at the bottom,
+    at the middle and at the top. Text and dots have the same size at every width."""
+    parts = []
+    for high, text in enumerate(heights):
+        y = _down(high / (len(heights) - 1))
+        parts.append(f'<line class="grid" x1="0" x2="100%" y1="{y}" y2="{y}"/>')
+        parts.append(f'<text x="-10" y="{y}" dy="4">{escaped(text)}</text>')
+    shown = 2.0
+    for right, text in reversed([*below]):
+        if shown - right >= _LEAST_GAP:
+            parts.append(f'<text class="below" x="{_across(right)}" y="98%">{escaped(text)}</text>')
+            shown = right
+    for css, points in lines:
+        at = [(_across(right), _down(high), title) for right, high, title in points]
+        for (x1, y1, _), (x2, y2, _) in pairwise(at):
+            parts.append(f'<line class="{css}" x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}"/>')
+        for x, y, title in at:
+            parts.append(
+                f'<circle class="{css}" cx="{x}" cy="{y}" r="3.5">'
+                f"<title>{escaped(title)}</title></circle>"
+            )
+    drawn = "".join(parts)
+    return f'<svg class="curves" role="img" aria-label="{escaped(label)}">{drawn}</svg>'
+
+
+def _across(right: float) -> str:
+    return f"{100 * right:.2f}%"
+
+
+def _down(high: float) -> str:
+    return f"{86 - 74 * max(0.0, min(high, 1.0)):.2f}%"
 
 
 def keys(*named: tuple[str, str]) -> str:

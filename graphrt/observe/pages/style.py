@@ -50,9 +50,9 @@ table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nu
 th, td { text-align: left; padding: 5px 10px 5px 0; border-bottom: 1px solid var(--line);
   vertical-align: middle; }
 thead th { color: var(--soft); font-weight: 600; font-size: .87rem; white-space: nowrap; }
-tbody th { font-weight: 500; }
+tbody th { font-weight: 500; min-width: 10.5em; }
 td.n, th.n { text-align: right; white-space: nowrap; }
-tbody th.n { width: 6em; }
+tbody th.n { width: 6em; min-width: 0; }
 td.wide { width: 50%; min-width: 110px; }
 th small { display: block; font-weight: 400; color: var(--soft); }
 td.n .track { height: 6px; margin: 2px 0 0 auto; min-width: 70px; }
@@ -73,6 +73,15 @@ th[aria-sort=descending] button.sort::after { content: " \\2193"; opacity: 1; }
 :focus-visible { outline: 2px solid var(--accent); outline-offset: 2px; }
 svg .live { fill: var(--live); } svg .eager { fill: var(--eager); } svg .warm { fill: var(--warm); }
 svg .pad { fill: var(--pad); }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(300px, 100%), 1fr));
+  gap: 8px 28px; }
+figure { margin: 8px 0 12px; } figcaption { font-weight: 600; font-size: .87rem; }
+.curves { display: block; width: 100%; height: 220px; padding: 0 20px 0 70px; overflow: visible; }
+.curves text { fill: var(--soft); font-size: 12px; text-anchor: end; }
+.curves .below { text-anchor: middle; }
+.curves line { stroke-width: 2; } .curves line.live { stroke: var(--live); }
+.curves line.eager { stroke: var(--eager); }
+.curves line.grid { stroke: var(--line); stroke-width: 1; }
 details { margin: 16px 0; } summary { cursor: pointer; font-weight: 600; }
 .skip { position: absolute; left: -9999px; } .skip:focus { left: 12px; top: 8px; }
 footer { max-width: 1080px; margin: 48px auto 24px; padding: 0 24px; color: var(--soft);

@@ -1,25 +1,31 @@
 """`page`: a run on one page, or two runs compared.
 
 Top down: what deserves a look, with what to try; the figures that count most; each graph by
-replays, padding, seconds and bytes; steps by reason; padding over batch size; where capture time
-went; the memory that graphs read. Perfetto has the timeline of a traced run.
+replays, padding, seconds and bytes; the time of a step over its size; steps by reason; padding over
+batch size; where capture time went; memory over captures; the memory that graphs read. Perfetto has
+the timeline of a traced run.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from graphrt._version import __version__
 from graphrt.core.base.files import write_whole
 from graphrt.core.base.texts import counted, seconds_text, size_text
-from graphrt.core.runner.report import RunnerReport
+from graphrt.core.runner.report import RunnerReport, gain_of
+from graphrt.observe.figures import in_its_words
 from graphrt.observe.files import Run, runs_of
 from graphrt.observe.findings import findings_of
 from graphrt.observe.memory import taken_and_predicted
 from graphrt.observe.pages.parts import (
     Cell,
+    curves,
     escaped,
     findings,
     keys,
@@ -30,6 +36,8 @@ from graphrt.observe.pages.style import POLICY, SCRIPT, STYLE
 
 _MOST_ROWS = 24
 """Rows of a chart; more sizes are put together."""
+_MOST_CURVES = 6
+"""Kinds of graphs that have curves of their times; the table has all."""
 _MUCH_PADDING = 0.4
 """A larger share of padding is marked by colour and weight."""
 
@@ -43,7 +51,8 @@ def page(
 
     Raises `InvalidOptionError` for anything but reports.
     """
-    runs = [run for at, each in enumerate(reports, 1) for run in runs_of(each, f"run {at}")]
+    found = [run for at, each in enumerate(reports, 1) for run in runs_of(each, f"run {at}")]
+    runs = [Run(run.label, in_its_words(run.figures, run.figures)) for run in found]
     parts = [*_compared(*runs)] if len(runs) == 2 else []
     for number, run in enumerate(runs):
         parts += _run(run, f"r{number}", alone=len(runs) == 1)
@@ -80,16 +89,19 @@ def _run(run: Run, key: str, *, alone: bool) -> Iterator[str]:
     figures = run.figures
     if not alone:
         yield f'<h2 id="{key}">{escaped(run.label)}: {escaped(_mode_and_device(figures))}</h2>'
-    versions = ", ".join(f"{name} {version}" for name, version in figures["versions"].items())
-    yield f'<p class="soft">{escaped(versions)}</p>'
+    told = [f"{name} {version}" for name, version in figures["versions"].items()]
+    told += [f"platform {figures['platform']}"] if figures["platform"] else []
+    yield f'<p class="soft">{escaped(", ".join(told))}</p>'
     level = 2 if alone else 3
     sections: tuple[tuple[str, Callable[[Run], str]], ...] = (
         ("What deserves a look", lambda run: findings(findings_of(run.figures))),
         ("In figures", _tiles),
         ("Graphs", _graphs),
+        ("Time of a step over its size", _times),
         ("Steps by reason", _reasons),
         ("Padding over batch size", _padding),
         ("Where capture time went", _captures),
+        ("Memory over captures", _memory),
         ("Memory that graphs read", _reads),
     )
     for title, make in sections:
@@ -203,6 +215,95 @@ def _share(graph: Figures) -> float | None:
 
 def _bytes(graph: Figures) -> int:
     return max((graph["pool_bytes"] or 0) + (graph["driver_bytes"] or 0), 0)
+
+
+def _times(run: Run) -> str:
+    """The curves and the table of a step by its graph, and of its forward run eagerly."""
+    graphs = sorted(run.figures["graphs"], key=lambda graph: (graph["mode"], graph["tokens"]))
+    timed = [graph for graph in graphs if graph["replay_s"] and graph["eager_s"]]
+    untimed = len(graphs) - len(timed)
+    how = "runner.measure() times the smallest and the largest of each mode, measure(sizes) others."
+    if not graphs:
+        return ""
+    if not timed:
+        return f'<p class="soft">No graph was timed. {how}</p>'
+    kinds: dict[str, list[Figures]] = {}
+    for graph in timed:
+        kinds.setdefault(_kind(graph), []).append(graph)
+    figures = "".join(_curves_of(kind, each) for kind, each in [*kinds.items()][:_MOST_CURVES])
+    rows = []
+    for graph in timed:
+        by_graph, eager, gain = gain_of(graph)
+        times = graph["eager_s"] / graph["replay_s"]
+        rows.append(
+            [
+                Cell(graph["graph"], graph["tokens"]),
+                Cell(by_graph, graph["replay_s"], "n"),
+                Cell(eager, graph["eager_s"], "n"),
+                Cell(gain, times, "badge" if gain.endswith("times") else "badge hot"),
+            ]
+        )
+    heads = [("Graph", ""), ("By graph", "n"), ("Eager", "n"), ("Gain", "")]
+    rest = f'<p class="soft">{counted(untimed, "graph")} not timed. {how}</p>' if untimed else ""
+    return (
+        keys(("live", "by its graph"), ("eager", "the forward run eagerly"))
+        + f'<div class="charts">{figures}</div>'
+        + table("Time of a step over its size", heads, rows, sortable=True)
+        + rest
+    )
+
+
+def _kind(graph: Figures) -> str:
+    """The name of a graph without its size: of such graphs a curve is made."""
+    return re.sub(r"\d+ (tokens|rows|reqs) ?", "", graph["graph"]).replace(" []", "")
+
+
+def _curves_of(kind: str, graphs: Sequence[Figures]) -> str:
+    """The two curves of one kind, over the logarithm of the size."""
+    sizes = sorted({graph["tokens"] for graph in graphs})
+    most = max(max(graph["replay_s"], graph["eager_s"]) for graph in graphs)
+    places = [math.log(size) for size in sizes]
+    span = places[-1] - places[0] or 1.0
+    right = {size: (at - places[0]) / span for size, at in zip(sizes, places, strict=True)}
+    lines = [
+        (
+            css,
+            [
+                (right[g["tokens"]], g[name] / most, f"{g['graph']}: {seconds_text(g[name])} {how}")
+                for g in graphs
+            ],
+        )
+        for css, name, how in (("live", "replay_s", "by graph"), ("eager", "eager_s", "eagerly"))
+    ]
+    heights = [seconds_text(most * part) if part else "0" for part in (0, 0.5, 1)]
+    label = f"{kind}: time of a step over its size; the table below has the same figures"
+    drawn = curves(label, lines, [(right[size], f"{size:,}") for size in sizes], heights)
+    return f"<figure><figcaption>{escaped(kind)}</figcaption>{drawn}</figure>"
+
+
+def _memory(run: Run) -> str:
+    """The curve of the memory that all graphs took, after each capture."""
+    graphs = sorted(run.figures["graphs"], key=lambda graph: graph["began_s"])
+    totals = [
+        *itertools.accumulate(
+            (graph["pool_bytes"] or 0) + (graph["driver_bytes"] or 0) for graph in graphs
+        )
+    ]
+    most = max(totals, default=0)
+    if most <= 0 or len(graphs) < 2:
+        return ""
+    last = len(graphs) - 1
+    points = [
+        (at / last, total / most, f"{graph['graph']}: {size_text(total)}")
+        for at, (graph, total) in enumerate(zip(graphs, totals, strict=True))
+    ]
+    below = [(at / last, f"{at + 1}") for at in range(len(graphs))]
+    heights = [size_text(most * part // 2) if part else "0" for part in (0, 1, 2)]
+    told = (
+        f"{size_text(totals[0])} after the first graph, {size_text(totals[-1])} after all "
+        f"{len(graphs)}, from the largest to the smallest of each mode."
+    )
+    return f'<p class="soft">{told}</p>' + curves(told, [("live", points)], below, heights)
 
 
 def _reasons(run: Run) -> str:

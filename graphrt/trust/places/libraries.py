@@ -31,10 +31,10 @@ _PACKAGES = frozenset({
 
 _NO_STATE = tuple(f"{name}." for name in (
     # Running and watching code.
-    "asyncio", "bdb", "cProfile", "cmd", "code", "codeop", "concurrent", "doctest", "importlib",
-    "inspect", "logging", "multiprocessing", "pdb", "pluggy", "profile", "pytest", "_pytest",
-    "sched", "threading", "timeit", "trace", "traceback", "tracemalloc", "triton", "typing",
-    "typing_extensions", "unittest", "warnings", "zipimport",
+    "_thread", "asyncio", "bdb", "cProfile", "cmd", "code", "codeop", "concurrent", "doctest",
+    "importlib", "inspect", "logging", "multiprocessing", "pdb", "pluggy", "profile", "pytest",
+    "_pytest", "sched", "threading", "timeit", "trace", "traceback", "tracemalloc", "triton",
+    "typing", "typing_extensions", "unittest", "warnings", "zipimport",
     # Files, sockets, queues, processes: their state is in the system. To put attributes of such an
     # object back, as a trial does, would part it from its file.
     "_io", "_pyio", "bz2", "codecs", "curses", "dbm", "fileinput", "ftplib", "gzip", "http",

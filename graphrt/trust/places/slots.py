@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import array
 import ctypes
-import functools
 import io
 import operator
 import sys
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from fractions import Fraction
 from operator import is_
-from types import CellType, FunctionType, ModuleType
+from types import CellType, ModuleType
 from typing import Any, NamedTuple
 from uuid import UUID
 
@@ -171,98 +170,33 @@ class Place(NamedTuple):
         self.way.set(self.holder, self.key, value)
 
 
-def getters(places: Iterable[Place]) -> list[Callable[[], Any]]:
-    """For each place a call that returns its value; for dicts, classes and functions it is in C."""
-    bound: list[Callable[[], Any]] = []
-    for _, _, way, holder, key in places:
-        if way.get is _item:
-            bound.append(functools.partial(dict.get, holder, key, MISSING))
-        elif way is CLASS_ATTRIBUTE:
-            bound.append(functools.partial(namespace_of(holder).get, key, MISSING))
-        elif way is FIELD and type(holder) is FunctionType:
-            bound.append(functools.partial(key.__get__, holder))
-        elif way is TYPE:
-            bound.append(functools.partial(type, holder))
-        elif way is LENGTH:
-            bound.append(functools.partial(key.__len__, holder))
-        else:
-            bound.append(functools.partial(way.get, holder, key))
-    return bound
+_OF_PYTHON = ("__slotnames__", "__annotations_cache__", "__annotate_func__")
+"""What Python itself adds to a class: `copy.copy` of an object does, and a look at annotations."""
 
 
-_GOLDEN = (5**0.5 - 1) / 2
-"""Its multiples, without their whole parts, lie apart however many there are."""
-_OTHERS_PER_READ = 9
-"""Looks at other slots for each look at a slot of a tensor that graphs read."""
+class Keys(NamedTuple):
+    """Which keys a dict or class had, and how a new one is named: with `items` all have the name of
+    the container. Of a module's globals only the `names` that code looks up count."""
 
-Entry = tuple[Place, Any]
-"""A slot, and what was in it."""
-
-
-def ring_of(reads: Sequence[Entry], others: Iterable[Entry]) -> list[Entry]:
-    """The order in which glances look at slots, so that of one change of many slots one of the
-    first looks finds one, wherever the last look was.
-
-    Slots of one kind, as the same list of each layer, are a group: it is spread over the whole
-    ring, and neighbours in it are taken apart. `reads`, the slots of graphs' tensors, are one group
-    and come again and again: a model may have hundreds of other slots for each.
-    """
-    others = [*others]
-    with_dict = {id(slot.holder) for slot, _ in others if slot.way is ATTRIBUTES}
-    groups = dict[tuple[object, ...], list[Entry]]()
-    for slot, was in others:
-        # A look at an object's `__dict__` shows its class too.
-        if slot.way is not TYPE or id(slot.holder) not in with_dict:
-            groups.setdefault(_group_of(slot), []).append((slot, was))
-    count = sum(map(len, groups.values()))
-    repeats = -(-count // (_OTHERS_PER_READ * len(reads))) if reads else 0
-    turns: list[tuple[float, Entry]] = []
-    for at, group in enumerate((reads, *groups.values())):
-        times = max(repeats, 1) if group is reads else 1
-        order = sorted(range(len(group)), key=lambda index: index * _GOLDEN % 1) * times
-        first = at * _GOLDEN % 1
-        turns += [((turn + first) / len(order), group[at]) for turn, at in enumerate(order)]
-    turns.sort(key=operator.itemgetter(0))
-    return [entry for _, entry in turns]
+    known: tuple[Any, ...]
+    names: set[str] | None = None
+    items: bool = False
 
 
-def _group_of(place: Place) -> tuple[object, ...]:
-    """Equal for slots of one kind, whatever the layer: by way, and by the end of the path without
-    numbers."""
-    labels = place.label, "" if place.owner is None else place.owner.label
-    return id(place.way), *("[]" if each[1:-1].isdigit() else each for each in labels)
+def new_keys(place: Place) -> list[Any]:
+    """The keys that count and that a dict or class, at a place of `KEYS`, did not have."""
+    known, names, _ = place.key
+    # By identity: to compare keys may run a user's `__eq__`.
+    before = {*map(id, known)}
+    new = [key for key in [*table_of(place.holder)] if id(key) not in before]
+    if issubclass(type(place.holder), type):
+        return [key for key in new if key not in _OF_PYTHON]
+    return new if names is None else [key for key in new if key in names]
 
 
-Look = tuple[Any, Any, Any]
-"""One thing that a glance compares: see `looks`."""
-
-
-def looks(entries: Iterable[tuple[Place, Any]], *, in_c: bool) -> list[Look]:
-    """The looks of glances, for pairs of a slot and what was in it. A look is (a call, None, what
-    it returned), compared by identity. With `in_c` `NativeGlances` reads some slots itself, by
-    (holder, key, value), and lengths, by ((container,), None, (length,))."""
-    entries = [*entries]
-    looks: list[Look] = []
-    for (place, was), get in zip(
-        entries, getters(map(operator.itemgetter(0), entries)), strict=True
-    ):
-        way, holder, key = place.way, place.holder, place.key
-        if in_c and (way in _LOOKED_AT_IN_C or (way is ELEMENT and type(holder) is list)):
-            looks.append((holder, type(holder) if way is ATTRIBUTES else key, was))
-        elif in_c and way is LENGTH and key is not deque:
-            looks.append(((holder,), None, (was,)))
-        elif way is ATTRIBUTES:
-            looks.append((functools.partial(_own_attributes, holder, type(holder), key), None, was))
-        elif way.anew:
-            looks.append((functools.partial(_holds, place, was), None, True))
-        else:
-            looks.append((get, None, was))
-    return looks
-
-
-def _holds(place: Place, was: object) -> bool:
-    """Whether a place, whose value is another object at each look, has an equal one still."""
-    return place.way.same(was, place.get())
+def table_of(holder: Any) -> Any:
+    """The namespace of a class, or the items of a dict, as Python's own types give them."""
+    return namespace_of(holder) if issubclass(type(holder), type) else dict.keys(holder)
 
 
 def _item(holder: dict[Any, Any], key: object) -> object:
@@ -345,11 +279,6 @@ def _attributes(holder: object, dict_of: Callable[[Any], dict[str, Any]]) -> obj
         return dict_of(holder)
     except TypeError:  # it is of another class by now, as `nn.LazyLinear` becomes
         return MISSING
-
-
-def _own_attributes(holder: object, of: type, dict_of: Callable[[Any], dict[str, Any]]) -> object:
-    """The `__dict__` of an object, as long as it is of this class."""
-    return _attributes(holder, dict_of) if type(holder) is of else MISSING
 
 
 def _class_attribute(holder: type, name: str) -> object:
@@ -453,6 +382,13 @@ def _contents(buffer: Any, key: None = None) -> Any:
     return bytes(buffer) if type(buffer) is bytearray else buffer.tobytes()
 
 
+def _part(tensor: torch.Tensor, part: Callable[[torch.Tensor], object]) -> object:
+    try:
+        return part(tensor)
+    except RuntimeError:  # it has no memory any more that may be read
+        return MISSING
+
+
 def _set_contents(buffer: Any, key: None, value: Any) -> None:
     if issubclass(type(buffer), CData):
         if len(value) == ctypes.sizeof(buffer):
@@ -511,5 +447,11 @@ ARRAY = Way(
 """The elements of an array of NumPy's."""
 BUFFER = Way(_contents, _set_contents, anew=True)
 """The contents of a buffer: `bytearray`, `array.array`, `io.StringIO`, objects of `ctypes`."""
-_LOOKED_AT_IN_C = (ITEM, DEFAULT, CELL, ATTRIBUTES)
-"""Ways of slots that `NativeGlances` reads itself."""
+KEYS = Way(lambda holder, keys: len(table_of(holder)), text="{} (keys)", anew=True)
+"""How many keys a dict or class has; the place's key are its `Keys`."""
+IDS = Way(lambda holder, base: [*map(id, items_of(holder, base))], same=operator.eq, anew=True)
+"""All that is in a dict with keys whose hash is the user's, by identity."""
+BYTES = Way(lambda holder, key: (holder.shape, holder.tobytes()), anew=True)
+"""The shape and the elements of an array of NumPy's."""
+PART = Way(_part, anew=True)
+"""A part of where a tensor is: its address, shape, strides, dtype or device."""

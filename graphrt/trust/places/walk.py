@@ -35,6 +35,7 @@ from typing import Any, NamedTuple
 import torch
 
 from graphrt.core.base import tree
+from graphrt.core.base.torch_names import global_hooks
 from graphrt.trust.places import slots
 from graphrt.trust.places.libraries import is_library, is_library_class, is_machinery
 from graphrt.trust.places.slots import FIXED, Place, bases_of, name_of, namespace_of
@@ -67,6 +68,8 @@ class Shape(NamedTuple):
     """The classes among itself and its bases that a user wrote."""
     draws: bool = False
     """Whether its objects are generators of random numbers."""
+    is_value: bool = False
+    """Whether another one of its objects, which are not entered, counts as a change."""
     defaults: tuple[str, ...] = ()
     """Numbers that `users` define: an object has them until it sets its own (`self.steps += 1`)."""
 
@@ -74,7 +77,7 @@ class Shape(NamedTuple):
 _CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque)
 _RESIZABLE = (dict, list, set, collections.deque)
 _C_DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType)
-_LRU_CACHE = type(functools.lru_cache(len))
+LRU_CACHE = type(functools.lru_cache(len))
 _KIND_OF_TYPE: dict[type, Kind] = {
     **dict.fromkeys((int, float, complex, bool, str, bytes, type(None), type(...)), Kind.PLAIN),
     **dict.fromkeys((torch.dtype, torch.device, torch.Size, torch.layout), Kind.PLAIN),
@@ -121,7 +124,7 @@ _KIND_OF_BASE: tuple[tuple[type, Kind], ...] = (
 _library_shapes: dict[type, Shape] = {
     **{of: Shape(kind) for of, kind in _KIND_OF_TYPE.items()},
     types.FunctionType: Shape(Kind.FUNCTION, dict_of=vars(types.FunctionType)["__dict__"].__get__),
-    _LRU_CACHE: Shape(Kind.CACHED, dict_of=vars(_LRU_CACHE)["__dict__"].__get__),
+    LRU_CACHE: Shape(Kind.CACHED, dict_of=vars(LRU_CACHE)["__dict__"].__get__),
     # With the `__dict__` of the calling thread.
     threading.local: Shape(Kind.OBJECT, dict_of=lambda held: _local_dict(held, "__dict__")),
 }
@@ -170,8 +173,22 @@ def _new_shape(of: type) -> Shape:
         return Shape(Kind.SKIPPED, draws=True)
     if kind is None:
         base, kind = _kind_of_object(of, users, bool(dict_of or members))
+    if kind is Kind.SKIPPED:
+        return Shape(kind, draws=draws, is_value=_is_value(of))
     defaults = () if dict_of is None else _defaults(users)
-    return Shape(kind, base, dict_of, tuple(members), tuple(users), draws, defaults)
+    return Shape(kind, base, dict_of, tuple(members), tuple(users), draws, defaults=defaults)
+
+
+_OPERATORS = type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor)
+"""The types of torch's operators, and of one overload."""
+
+
+def _is_value(of: type) -> bool:
+    """Whether a forward does something else with another object of a type that is not entered: an
+    operator of torch, a compiled pattern. A host replaces streams and iterators at each step."""
+    return issubclass(of, _OPERATORS) or (
+        not is_machinery(slots.module_of(of)) and "__next__" not in namespace_of(of)
+    )
 
 
 def _kind_of_base(of: type) -> tuple[type | None, Kind | None]:
@@ -345,6 +362,13 @@ class Places:
         self.named: dict[int, tuple[dict[str, Any], set[str], str]] = {}
         """id of a module's globals -> the globals, the names that code looks up there, and what
         such a name has before it in paths."""
+        self.keys: dict[int, Place] = {}
+        """id of a dict or class -> its place of `KEYS`: of objects, modules and their registries,
+        classes, containers, hooks of all modules, and globals by the names that code has."""
+        self.aside: list[Place] = []
+        """What no code names: methods of classes, and globals that the walk does not follow."""
+        self.unread = ""
+        """An object that could change without a sign; empty where the walk has met none."""
         self.shapes = Shapes()
         self._keyed: Keyed | None = None
 
@@ -437,6 +461,27 @@ class Walk:
                     break
                 except RuntimeError:  # another thread has changed the container meanwhile
                     continue
+        if queue:
+            self._unread(queue[0][1], "is one of too many values")
+        for name, hooks in global_hooks.items():
+            self._keys(Place(None, name, FIXED, hooks), hooks, items=True)
+        aside = self.places.aside
+        for held, names, module in self.places.named.values():
+            self._keys(Place(None, f"global {module}", FIXED, held), held, names=names)
+            for name in sorted(names & held.keys()):
+                if (id(held), name) not in self._looked_up:
+                    aside.append(Place(None, f"global {module}{name}", slots.ITEM, held, name))
+        aside += [place for methods in self._waiting_methods.values() for place, _ in methods]
+
+    def _keys(
+        self, at: Place, held: Any, *, names: set[str] | None = None, items: bool = False
+    ) -> None:
+        """List a dict or class whose new keys count; their names begin with the path of `at`."""
+        keys = slots.Keys((*slots.table_of(held),), names, items)
+        self.places.keys.setdefault(id(held), Place(at, "", slots.KEYS, held, keys))
+
+    def _unread(self, place: Place, why: str) -> None:
+        self.places.unread = self.places.unread or f"{place.path} {why}"
 
     def take(self, entries: Iterable[tuple[Place, Any]]) -> None:
         """Sort slots by the kind of what is there, and queue objects that were not read yet."""
@@ -452,8 +497,13 @@ class Walk:
             if kind is Kind.PLAIN or (base in (tuple, frozenset) and _is_plain(value, base)):
                 places.numbers.append(place)
             elif kind in _MAY_BE_SKIPPED and _is_skipped(kind, value):
+                if kind is Kind.SKIPPED and _is_opaque(value):
+                    self._unread(
+                        place, f"is a {slots.module_of(type(value))}.{name_of(type(value))}"
+                    )
                 # Another generator in its place draws other numbers.
-                if (kind is not Kind.SKIPPED or shape.draws) and place.way is not FIXED:
+                counts = kind is not Kind.SKIPPED or shape.draws or shape.is_value
+                if counts and place.way is not FIXED:
                     places.code.append((place, value))
             else:
                 self._lists.get(kind, places.slots).append((place, value))
@@ -479,8 +529,7 @@ class Walk:
     def _attributes(self, value: Any, place: Place, shape: Shape) -> Slots:
         """An object's `__dict__`, slots and class; of a module also its parameters, buffers,
         submodules and hooks."""
-        held = {} if shape.dict_of is None else shape.dict_of(value)
-        attributes: Slots = []
+        held, attributes = self._dict(value, place, shape), Slots()
         skipped: Collection[str] = ()
         if shape.kind is Kind.MODULE:
             attributes, skipped = self._registered(held, place), _MODULE_ATTRIBUTES
@@ -508,6 +557,14 @@ class Walk:
                 self.places.outline.append((slot, held))
         return attributes
 
+    def _dict(self, value: Any, place: Place, shape: Shape) -> dict[str, Any]:
+        """The `__dict__` of an object."""
+        held = {} if shape.dict_of is None else shape.dict_of(value)
+        # Hosts add attributes to weights that say how these are loaded.
+        if shape.dict_of is not None and shape.kind is not Kind.TENSOR:
+            self._keys(Place(place, ".", FIXED, held), held)
+        return held
+
     def _registered(self, held: dict[str, Any], place: Place) -> Slots:
         """The parameters, buffers, submodules and hooks of a module, whose `__dict__` is `held`."""
         registered: Slots = []
@@ -515,7 +572,10 @@ class Walk:
             registry: Any = dict.get(held, name)
             self.places.outline.append((Place(place, f".{name}", slots.ITEM, held, name), registry))
             prefix = f".{name}" if name.endswith("hooks") else ""
-            for key, each in dict.items(registry) if issubclass(type(registry), dict) else ():
+            if not issubclass(type(registry), dict):
+                continue
+            self._keys(Place(place, f".{name}", FIXED, registry), registry, items=True)
+            for key, each in dict.items(registry):
                 label = f".{key}" if type(key) is str and not key.isdigit() else f"[{key}]"
                 registered.append((Place(place, prefix + label, slots.ITEM, registry, key), each))
         return registered
@@ -526,6 +586,8 @@ class Walk:
         if base.__len__(value) <= _MOST_PLAIN or not _looks_plain(value, base):
             read_items = self._items if base is dict else self._elements
             contents = read_items(value, place, base)
+        else:
+            self._unread(place, f"has more than {_MOST_PLAIN} values")
         return contents + (self._attributes(value, place, shape) if shape.users else [])
 
     def _items(self, value: Any, place: Place, base: Any) -> Slots:
@@ -534,6 +596,8 @@ class Walk:
         # One key with a user's `__eq__` is enough: to look up any other may compare with it.
         if not all(hashes_plainly(key) for key, _ in items):
             way, items = slots.ODD_ITEM, items[:_MOST_SEARCHED]
+            self.places.aside.append(Place(place, "", slots.IDS, value, dict))
+        self._keys(place, value, items=True)
         entries: Slots = []
         for key, each in items:
             text = repr(key) if type(key) in _SHOWN_KEYS else f"<{name_of(type(key))}>"
@@ -605,6 +669,9 @@ class Walk:
             # A decorator of torch (`no_grad`) holds the user's function, beside torch's numbers.
             if not library or self._shapes[type(each)].kind is not Kind.PLAIN:
                 variables.append((slot, each))
+        keyword_defaults = value.__kwdefaults__ or {}
+        if keyword_defaults:
+            self._keys(Place(place, f"{separator}default ", FIXED, value), keyword_defaults)
         variables += self._attributes(value, place, shape)
         names = _names_in(code)
         if library:
@@ -620,7 +687,6 @@ class Walk:
         for index, (name, each) in enumerate(zip(with_default, defaults, strict=False)):
             slot = Place(place, f"{separator}default {name}", slots.TUPLE_ITEM, at, index)
             variables.append((slot, each))
-        keyword_defaults = value.__kwdefaults__ or {}
         if keyword_defaults:
             slot = Place(place, ".__kwdefaults__", slots.FIELD, value, _FUNCTION["__kwdefaults__"])
             self.places.code.append((slot, keyword_defaults))
@@ -652,7 +718,8 @@ class Walk:
         prefix = f"{held.get('__name__')}."
         self.places.named.setdefault(id(held), (held, set(), prefix))[1].update(names)
         for name in sorted(names & held.keys()):
-            self._take_named(Place(place, f".{name}", slots.ITEM, held, name), held.get(name))
+            if self._take_named(Place(place, f".{name}", slots.ITEM, held, name), held.get(name)):
+                self._looked_up.add((id(held), name))
 
     def _read_waiting(self, names: set[str]) -> None:
         """Code that was read names `names`: read the methods that waited for one of these, and what
@@ -712,6 +779,7 @@ class Walk:
     def _class(self, value: Any, place: Place, shape: Shape) -> Slots:
         """The attributes of a user's class, and the methods that code names; other methods wait."""
         values: Slots = []
+        self._keys(Place(None, f"{name_of(value)}.", FIXED, value), value)
         for name, each in namespace_of(value).copy().items():
             kind = self._shapes[type(each)].kind
             is_special = name.startswith("__") and name.endswith("__")
@@ -748,6 +816,7 @@ class Walk:
 
     def _descriptor(self, value: Any, place: Place, shape: Shape) -> Slots:
         """The functions in a property, a static or a class method."""
+        self._dict(value, place, shape)
         held = gc.get_referents(value)
         if type(value) is functools.cached_property:
             held.append(vars(value)["func"])
@@ -757,11 +826,16 @@ class Walk:
 
     def _cached(self, value: Any, place: Place, shape: Shape) -> Slots:
         """A function with an `lru_cache`: what is in the cache now, and the function."""
-        held = gc.get_referents(value)
-        # A cache with `maxsize=None` keeps its results in a dict, any other refers to each of them.
-        held += [each for table in held if type(table) is dict for each in dict.values(table)]
-        results = [each for each in held if self._shapes[type(each)].base in (torch.Tensor, tuple)]
-        return _fixed(place, results, ", cached") + _fixed(place, [value.__wrapped__])
+        self._dict(value, place, shape)
+        return _fixed(place, cached_results(value), ", cached") + _fixed(place, [value.__wrapped__])
+
+
+def cached_results(cache: Any) -> list[Any]:
+    """The tensors, and tuples, that a cache of functools holds."""
+    held = gc.get_referents(cache)
+    # A cache with `maxsize=None` keeps its results in a dict, any other refers to each of them.
+    held += [each for table in held if type(table) is dict for each in dict.values(table)]
+    return [each for each in held if shape_of(type(each)).base in (torch.Tensor, tuple)]
 
 
 def _fixed(place: Place, values: Iterable[Any], label: str = "") -> Slots:
@@ -780,6 +854,13 @@ def _is_skipped(kind: Kind, value: Any) -> bool:
         held = slots.module_globals(value)
         return is_library(str(held.get("__name__")), held)
     return True
+
+
+def _is_opaque(value: Any) -> bool:
+    """Whether an object of a user's type has state in C, and none in Python."""
+    of = type(value)
+    has_state = not issubclass(of, type) and of.__basicsize__ > object.__basicsize__
+    return has_state and not is_library_class(of)
 
 
 def _is_plain(value: Any, base: Any, depth: int = 4) -> bool:

@@ -94,23 +94,28 @@ _BY_DIM = {
 def in_bounds(func: Any, args: Sequence[Any]) -> bool:
     """Whether all indices that an operator of torch is given are inside of their tensor: in a run
     with made-up numbers they may not be. Waits for the device."""
-    name = func._schema.name.partition("::")[2].strip("_")
-    indexed: list[tuple[int, Any]] = []
-    if name in ("embedding", "embedding_bag"):
-        indexed = [(args[0].shape[0], args[1])]
-    elif name in ("take", "put"):
-        indexed = [(args[0].numel(), args[1])]
-    elif name in ("index", "unsafe_index", "index_put", "index_put_impl"):
-        indexed = _sizes_of(args[0], args[1])
-    elif name in _BY_DIM and args[0].dim():
-        indexed = [(args[0].shape[args[1]], args[2])]
     return all(
         index.numel() == 0 or (int(index.min()) >= -size and int(index.max()) < size)
-        for size, index in indexed
+        for size, index in indexed_by(func, args)
     )
 
 
-def _sizes_of(tensor: torch.Tensor, indices: Sequence[Any]) -> list[tuple[int, Any]]:
+def indexed_by(func: Any, args: Sequence[Any]) -> list[tuple[int, torch.Tensor]]:
+    """(size of the dimension, the row numbers along it) for each index that an operator of torch
+    is given."""
+    name = func._schema.name.partition("::")[2].strip("_")
+    if name in ("embedding", "embedding_bag"):
+        return [(args[0].shape[0], args[1])]
+    if name in ("take", "put"):
+        return [(args[0].numel(), args[1])]
+    if name in ("index", "unsafe_index", "index_put", "index_put_impl"):
+        return _sizes_of(args[0], args[1])
+    if name in _BY_DIM and args[0].dim():
+        return [(args[0].shape[args[1]], args[2])]
+    return []
+
+
+def _sizes_of(tensor: torch.Tensor, indices: Sequence[Any]) -> list[tuple[int, torch.Tensor]]:
     """(size of the dimension, the index along it) for each of `indices` that has row numbers; masks
     have none, and cover as many dimensions as they have."""
     sizes, dim = [], 0

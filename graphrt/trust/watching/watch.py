@@ -29,7 +29,7 @@ from graphrt.core.capture.refusals import Source, user_source
 from graphrt.core.replay.recording import active, in_task, issued
 from graphrt.trust.generators import WatchedGenerators
 from graphrt.trust.places.slots import same_value
-from graphrt.trust.watching.rows import in_bounds, may_draw, overwrites
+from graphrt.trust.watching.rows import ROWS, in_bounds, may_draw, overwrites
 from graphrt.trust.watching.writes import Extent, SavedWrites, extent_of
 
 T = TypeVar("T")
@@ -171,8 +171,12 @@ class Watch(ThreadMode):
         self._rows = rows
         # Writes to `inputs` memory, by the address of the tensor that was written.
         self.inputs_written: dict[int, Use] = {}
+        # Whether an input was written, or reshaped in place.
+        self.takes_inputs = False
         # Whether the run has called code compiled by Inductor, whose reads no operator shows.
         self.saw_compiled_code = False
+        # Whether all that it wrote were rows whose numbers came from its inputs.
+        self.writes_rows_of_inputs = True
         # Of the generators that operators were given, torch's address -> the generator.
         self.drawn: dict[int, torch.Generator] = {}
         # The first operator that differs from `follows`; None if none has so far.
@@ -308,6 +312,7 @@ class Watch(ThreadMode):
             if key is None or type(use) is OwnMemory:
                 continue
             if address in self._inputs:
+                self.takes_inputs = True
                 if torch.Tag.inplace_view not in op.func.tags:
                     use = Use(tensor, str(op.func), op.source)
                     self.inputs_written.setdefault(tensor.data_ptr(), use)
@@ -321,8 +326,19 @@ class Watch(ThreadMode):
                 use = self._memory[key] = Use(tensor, str(op.func), op.source)
             use.is_written = True
             use.writes.append(facts.name)
+            self.writes_rows_of_inputs &= tensor is args[0] and self._are_of_inputs(facts, args)
             if self._saves is not None:
                 self._saves.save(tensor, facts, args, use)
+
+    def _are_of_inputs(self, facts: OperatorFacts, args: Sequence[Any]) -> bool:
+        """Whether an operator writes rows, whose numbers were all computed from the inputs."""
+        indices = tree.placed(args[1:3], parts=True) if facts.name in ROWS else []
+        of_inputs = [
+            address in self._inputs or getattr(self._memory.get(key or 0), "from_inputs", False)
+            for index, key, address in indices
+            if not index.is_floating_point() and index.dtype is not torch.bool
+        ]
+        return bool(of_inputs) and all(of_inputs)
 
     def _use(
         self, op: Op, facts: OperatorFacts, values: Sequence[Any], targets: list[torch.Tensor]

@@ -20,6 +20,8 @@ from graphrt.core.base.torch_names import include_key
 from graphrt.core.capture import operators
 from graphrt.core.capture.operators import OperatorFacts, facts_of
 from graphrt.core.capture.state import too_large
+from graphrt.core.device.contract import FirstCallError
+from graphrt.core.replay.recording import current_capture
 from graphrt.trust.compare import difference
 from graphrt.trust.watching.rows import ROWS, WHOLE, Index, Rows, indices_of
 
@@ -125,19 +127,13 @@ class Region:
             for dim, size in reversed(dims):
                 at[dim], numbers = numbers % size, numbers // size
             return Rows(tuple(at)) if len(numbers) else None
+        if getattr(self.use, "is_scratch", False):
+            return None  # filled by each run before it reads there: no live row uses it
         now = self.read()
         if self.rows.at or not now.dim() or now.shape != self.was.shape or not now.numel():
             return None
-        changed = (tree.octets(now) != tree.octets(self.was)).view(*now.shape, -1).any(-1)
-        first = _dim_of_rows(now)
-        places: list[slice | torch.Tensor] = [slice(None)] * first
-        for dim in range(first, min(first + 2, now.dim())):
-            others = [each for each in range(now.dim()) if each != dim]
-            rows = (changed.any(others) if others else changed).nonzero().flatten()
-            if len(rows) != 1 or now.shape[dim] == 1:
-                break
-            places.append(rows)
-        return Rows(tuple(places)) if len(places) > first else None
+        places = _lone_rows(now, self.was)
+        return Rows(tuple(places)) if places else None
 
     def numbers_of(self, rows: Rows) -> list[tuple[int, list[int]]]:
         """(size of the dimension, row numbers) of each index tensor of `rows`."""
@@ -282,6 +278,8 @@ class SavedWrites:
                 compared = region.without_padding(pads, sizes)
                 apart = difference(ours[compared], theirs[compared])
                 if apart is not None and apart.relative > rounding:
+                    if not region.rows.at and _is_of_padding(ours, theirs, pads):
+                        continue
                     return region.use, apart.text
             return None
 
@@ -363,6 +361,30 @@ def _sums(tensor: torch.Tensor) -> torch.Tensor:
     return sums
 
 
+def _lone_rows(ours: torch.Tensor, theirs: torch.Tensor) -> list[slice | torch.Tensor]:
+    """An index of the only row that differs, and of the only slot of that page; empty if several
+    do. In front of it are dimensions of which all rows differ, such as layers."""
+    unlike = (tree.octets(ours) != tree.octets(theirs)).view(*ours.shape, -1).any(-1)
+    places: list[slice | torch.Tensor] = [slice(None)] * _dim_of_rows(ours)
+    found = 0
+    for dim in range(len(places), ours.dim()):
+        others = [each for each in range(ours.dim()) if each != dim]
+        rows = (unlike.any(others) if others else unlike).nonzero().flatten()
+        is_one = len(rows) == 1 and ours.shape[dim] > 1
+        if found == 2 or not (is_one or (not found and len(rows) == ours.shape[dim])):
+            break
+        places.append(rows if is_one else slice(None))
+        found += is_one
+    return places if found else []
+
+
+def _is_of_padding(ours: torch.Tensor, theirs: torch.Tensor, pads: Sequence[int]) -> bool:
+    """Whether the only row that differs is one that padding values name."""
+    places = _lone_rows(ours, theirs)
+    dim = next((at for at, each in enumerate(places) if isinstance(each, torch.Tensor)), None)
+    return dim is not None and int(places[dim]) in _rows_of_padding(ours[(0,) * dim], pads)  # type: ignore[arg-type]
+
+
 def _dim_of_rows(tensor: torch.Tensor) -> int:
     """The first dimension, or the second if the first has at most two entries (keys, values)."""
     return 1 if tensor.dim() > 1 and tensor.shape[0] <= 2 else 0
@@ -398,7 +420,13 @@ class WriteWatch:
     """
 
     def __init__(
-        self, known: Collection[int], saves: SavedWrites, shown: SavedWrites, tokens: int
+        self,
+        known: Collection[int],
+        saves: SavedWrites,
+        shown: SavedWrites,
+        tokens: int,
+        *,
+        records: bool = False,
     ) -> None:
         self._known = known
         self._saves = saves
@@ -407,6 +435,11 @@ class WriteWatch:
         self._tokens = tokens
         self.written: set[int] = set()
         """The keys of the `known` memory that the run has written."""
+        self.is_inexact = False
+        """Whether a graph has recorded an operator in another form than without this watch."""
+        # Whether graphs record operators and run none: what they write is saved by `save_recorded`.
+        self._records = records
+        self._recorded: list[tuple[torch.Tensor, OperatorFacts, Sequence[Any], str]] = []
 
     @undoing
     def around(self, undo: Undo, function: Callable[[], T]) -> T:
@@ -425,8 +458,25 @@ class WriteWatch:
             self.written.add(key)
             is_shown = facts.name in ROWS and (key, facts.name) in self._shown
             if not is_shown or indices_of(args) != self._tokens:
-                use = f"{tensor.dtype} {tuple(tensor.shape)}"
-                self._saves.save(tensor, facts, args, use)
+                call = tensor, facts, args, f"{tensor.dtype} {tuple(tensor.shape)}"
+                if self._records and current_capture() is not None:
+                    self._recorded.append(call)
+                else:
+                    self._saves.save(*call)
+
+    def save_recorded(self, owned: Callable[[torch.Tensor], bool]) -> None:
+        """Before a graph is replayed that was recorded: save what it writes. Raises
+        `FirstCallError` where row numbers are in memory of graphs, which is `owned`: they are known
+        only by a run."""
+        while self._recorded:
+            tensor, facts, args, use = self._recorded.pop(0)
+            if any(not each.is_floating_point() and owned(each) for each in tree.tensors(args)):
+                raise FirstCallError(
+                    "which rows this size writes is known only by a warm-up",
+                    got=use,
+                    advice="GraphOptions(warmups=1)",
+                )
+            self._saves.save(tensor, facts, args, use)
 
 
 _watch: ContextVar[WriteWatch | None] = ContextVar("graphrt_write_watch", default=None)
@@ -470,15 +520,18 @@ def _kernel(namespace: str, name: str, overload: str) -> Callable[..., Any]:
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
         func = getattr(getattr(getattr(torch.ops, namespace), name), overload)
+        watch, key = _watch.get(), watch_key()
         for at in _tensors_of(func):
             if at < len(args) and not isinstance(args[at], torch.Tensor):
                 # A tensor that torch made of a number arrives as a number, which `func` refuses.
+                # It is rounded otherwise beside tensors without dimensions, or of float64.
+                if watch is not None and current_capture() is not None:
+                    watch.is_inexact = True
                 number = torch.tensor(args[at], device="cpu")
                 args = (*args[:at], number, *args[at + 1 :])
         if torch_names.in_transform():
             # No tensors with memory: the transform issues the operator again on those that are.
             return func.redispatch(keys.remove(watch_key()), *args, **kwargs)
-        watch, key = _watch.get(), watch_key()
         # The schema says all that the operator writes: operators that it calls need no look.
         include_key(key, False)
         try:

@@ -1,0 +1,148 @@
+"""`runner.look()` names what has changed in Python since the capture."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from graphrt import GraphOptions, GraphRunner, InputSpec
+from graphrt.errors import VerificationError
+
+WIDTH = 4
+TABLE = {"bias": torch.zeros(WIDTH)}
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale, self.scales = Inner(), 1.0, [1.0, 2.0]
+        self.config = SimpleNamespace(factor=2.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * self.scale * self.scales[1] * self.config.factor + TABLE["bias"]
+
+
+def runner_of(model: nn.Module, check: Any = "capture") -> GraphRunner[Any]:
+    inputs = {"x": InputSpec(torch.float32, ("tokens", WIDTH))}
+    options = GraphOptions(check=check)
+    return GraphRunner(
+        model, inputs=inputs, sizes=[4], mode="FULL", platform="cpu", options=options
+    )
+
+
+def add_hook(model: Any) -> None:
+    model.inner.register_forward_hook(lambda *args: None)
+
+
+def move(model: Any) -> None:
+    model.inner.linear.weight.data = torch.ones(WIDTH, WIDTH)
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "model.scale": lambda model: setattr(model, "scale", 3.0),
+    "model.scales[1]": lambda model: model.scales.__setitem__(1, 3.0),
+    "model.config.factor": lambda model: setattr(model.config, "factor", 3.0),
+    "model.inner": lambda model: setattr(model, "inner", Inner()),
+    "model.inner._forward_hooks (keys)": add_hook,
+    "model.inner.linear.weight": move,
+    "model.added": lambda model: setattr(model, "added", 1),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_look_names_a_change_and_nothing_else(name: str) -> None:
+    model = Model()
+    runner = runner_of(model)
+    runner.capture()
+    assert runner.look() == () and str(runner.look()) == "nothing has changed"
+    CHANGES[name](model)
+    assert runner.look().names == (name,)
+    assert str(runner.look()).startswith(f"{name} = ")
+
+
+def test_a_look_names_a_replaced_forward_of_a_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = runner_of(Model())
+    runner.capture()
+    monkeypatch.setattr(Inner, "forward", lambda self, x: x)
+    assert runner.look().names == ("Inner.forward",)
+
+
+def test_a_look_names_a_tensor_that_no_module_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = runner_of(Model())
+    runner.capture()
+    monkeypatch.setitem(TABLE, "bias", torch.ones(WIDTH))
+    assert runner.look().names == ("global TABLE['bias']",)
+
+
+def test_a_change_that_was_undone_is_none() -> None:
+    model = Model()
+    runner = runner_of(model)
+    runner.capture()
+    model.scale, model.added = 3.0, 1
+    del model.added
+    model.scale = float("1.0")
+    assert runner.look() == ()
+
+
+def test_a_look_compares_with_the_last_capture() -> None:
+    model = Model()
+    runner = runner_of(model)
+    runner.capture()
+    model.scale = 3.0
+    runner.recapture()
+    assert runner.look() == ()
+
+
+def test_a_look_without_checks_or_a_capture_is_refused() -> None:
+    runner = runner_of(Model())
+    with pytest.raises(VerificationError, match=r"capture\(\) first"):
+        runner.look()
+    runner = runner_of(Model(), "off")
+    runner.capture()
+    with pytest.raises(VerificationError, match='got: check="off"'):
+        runner.look()
+
+
+def calls_of_a_look(modules: int) -> int:
+    """How many functions of Python a look calls that finds nothing."""
+
+    class Many(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inners = nn.ModuleList(Inner() for _ in range(modules))
+            self.scales = [[1.0] for _ in range(modules)]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for inner, scales in zip(self.inners, self.scales, strict=True):
+                x = inner(x) * scales[0]
+            return x
+
+    runner = runner_of(Many())
+    runner.capture()
+    calls: list[str] = []
+    sys.setprofile(lambda frame, event, _: calls.append(event) if event == "call" else None)
+    try:
+        found = runner.look()
+    finally:
+        sys.setprofile(None)
+    assert found == ()
+    return len(calls)
+
+
+def test_a_look_compares_modules_and_containers_in_c() -> None:
+    assert calls_of_a_look(4) == calls_of_a_look(16)
