@@ -142,14 +142,13 @@ class CudaPlatform(Platform):
         self._captures.abort(graph)
 
     def reset_graphs(self, graphs: Sequence[DeviceGraph]) -> None:
-        if graphs:
-            self.synchronize()
-        self.reset_ended_graphs(graphs)
-
-    def reset_ended_graphs(self, graphs: Sequence[DeviceGraph]) -> None:
         homes = self._captures.homes_of(graphs)
         for home in homes:
             home.before_reset()
+        # Not for the device: a host may have hours of other work on it.
+        ended = self.new_event()
+        ended.record()
+        ended.synchronize()
         for graph in graphs:
             graph.reset()
         for home in homes:

@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from functools import partial
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base.errors import CaptureError, CaptureSealedError, NestedCaptureError, Uncopied
-from graphrt.core.base.option_values import (
-    MOST,
-    check_callable,
-    check_hashable,
-    check_kind,
-    count_of,
-    shown,
-)
+from graphrt.core.base.option_values import MOST, check_callable, check_hashable, check_kind, shown
 from graphrt.core.batch.context import CaptureTransaction, ForwardContext
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode, graphs_off
-from graphrt.core.capture.limit import GraphLimit, LimitKey, LimitReport
-from graphrt.core.capture.options import GraphOptions
+from graphrt.core.capture.limit import GraphLimit, LimitReport
+from graphrt.core.capture.options import NO_LIMIT, GraphOptions
 from graphrt.core.capture.refusals import NESTED_CAPTURE
 from graphrt.core.capture.wrapper import CallChecks, GraphWrapper, wrapper_class
+from graphrt.core.plan.sizes import CaptureKey
 from graphrt.core.replay.entry import Entry, SegmentHooks
 from graphrt.core.replay.pool import GraphPool, in_turn
 from graphrt.core.replay.recording import is_inside_capture, under_way
 from graphrt.core.replay.tasks import UNCHANGED, WORST_CASE, Updates
-
-_NO_LIMIT = {"max_graphs": None, "graph_bytes": None}
 
 
 class KeyedGraphs(Uncopied):
@@ -57,74 +48,62 @@ class KeyedGraphs(Uncopied):
             check_callable("trials", trials)
         self.pool = GraphPool() if pool is None else pool
         make, mode = wrapper_class(self.pool.platform), GraphMode.FULL
-        # Of all of them; a wrapper has one graph.
-        limited, options = options, options and options.merged(_NO_LIMIT)
+        own = options and options.merged(NO_LIMIT)
         # Makes the wrapper of one graph.
-        self._wrap = partial(make, runtime_mode=mode, pool=self.pool, options=options, hooks=hooks)
+        self._wrap = partial(make, runtime_mode=mode, pool=self.pool, options=own, hooks=hooks)
         # Raises now, not at the first capture, if an option is wrong.
         self._wrap(_destroyed)
         self._new_trials = trials
         # key -> its graph, which may have been destroyed together with all others of the pool.
         self._graphs: dict[Hashable, KeyedGraph] = {}
         self._limit: GraphLimit | None = None
-        if limited is not None and limited.limited:
-            self._limit = GraphLimit(limited, self.pool, partial(_keys_of, self._graphs))
+        if options is not None and options.limited:
+            self._limit = GraphLimit(options, self.pool)
 
     @property
     def limit_report(self) -> LimitReport | None:
         """What the graphs hold under `max_graphs` or `graph_bytes`; None without a limit."""
         return None if self._limit is None else self._limit.report()
 
-    def run(self, key: Hashable, forward: Callable[[], Any], *, size: int | None = None) -> Any:
+    def run(self, key: Hashable, forward: Callable[[], Any]) -> Any:
         """Replay the graph of a key. Where there is none, capture it if the limit allows that now,
         else call `forward`, the same for a key always. Raises what `capture` and `replay` do."""
         check_callable("forward", forward)
         check_hashable("the key of a graph", key)
-        graph = self._graphs.get(key)
-        if graph is not None and graph.alive:
-            return graph.replay()
-        if is_inside_capture() or graphs_off():
+        if key in self:
+            return self[key].replay()
+        if graphs_off():
             return forward()
-        descriptor = self._descriptor(key, size)
-        with self.pool.capture_lock:
-            admitted = self._limit is None or self._limit.admits((GraphMode.FULL, descriptor))
-        if not admitted:
-            return forward()
-        return self._capture(key, forward, descriptor, forced=False)[1]
+        if self._limit is not None:
+            with self.pool.capture_lock:
+                is_admitted = self._limit.admits((GraphMode.FULL, self._descriptor(key)))
+            if not is_admitted:
+                return forward()
+        return self._capture(key, forward)[1]
 
-    def capture(
-        self, key: Hashable, forward: Callable[[], Any], *, size: int | None = None
-    ) -> KeyedGraph:
+    def capture(self, key: Hashable, forward: Callable[[], Any]) -> KeyedGraph:
         """Capture `forward`, which takes no arguments: it reads and writes memory that stays.
 
         The call has the effect of one eager call of it; one before, as a warm-up, is the host's
         matter. From several threads, captures wait for one another. If `pool.on_capture` raises,
         the graph is there all the same. Raises `CaptureError` for a key that has a graph,
         `InvalidBatchError` for one that cannot be hashed, `PoolClosedError`, and what captures
-        raise; `NestedCaptureError` inside of another capture.
-
-        Under a limit the least used graph makes room; raises `ResourceExhaustedError` where none
-        may. `size` are the rows, which tell large graphs from small ones: by default 1, and under a
-        limit the key if that is an integer.
+        raise; `NestedCaptureError` inside of another capture. Under a limit the least used graph
+        makes room; `ResourceExhaustedError` where none may.
         """
         check_callable("forward", forward)
-        return self._capture(key, forward, self._descriptor(key, size), forced=True)[0]
+        return self._capture(key, forward, wanted=True)[0]
 
-    def _descriptor(self, key: Hashable, size: int | None) -> BatchDescriptor:
-        if size is None:
-            is_size = self._limit is not None and type(key) is int and 0 < key < MOST
-            size = cast(int, key) if is_size else 1
-        return BatchDescriptor(count_of("size", size, least=1, example=8), variant=key)
+    def _descriptor(self, key: Hashable) -> BatchDescriptor:
+        # Under a limit a whole number is a size, and the graph of the largest stays.
+        is_size = self._limit is not None and isinstance(key, int) and 0 < key < MOST
+        return BatchDescriptor(int(str(key)) if is_size else 1, variant=key)
 
     def _capture(
-        self,
-        key: Hashable,
-        forward: Callable[[], Any],
-        descriptor: BatchDescriptor,
-        *,
-        forced: bool,
+        self, key: Hashable, forward: Callable[[], Any], *, wanted: bool = False
     ) -> tuple[KeyedGraph, Any]:
         """Returns the graph, and what this call of the forward returned."""
+        descriptor = self._descriptor(key)
         if is_inside_capture():
             raise NESTED_CAPTURE()
         # The device's lock, and no second one: a thread that captures, and so has the first, may
@@ -133,22 +112,25 @@ class KeyedGraphs(Uncopied):
             trials = None if self._new_trials is None else self._new_trials()
             wrapper = self._wrap(forward, trials=trials)
             capture = partial(self._captured, key, descriptor, wrapper)
-            if self._limit is None or graphs_off():
+            if self._limit is None:
                 graph, outputs = capture()
             else:
-                self._check_new(key)
+                self._limit.has_room()
+                wrapper.count_in(self._limit)
                 named = GraphMode.FULL, descriptor
-                graph, outputs = self._limit.capture(named, capture, self._evict, forced=forced)
+                graph, outputs = self._limit.capture(named, capture, self._evict, wanted=wanted)
         # After the lock: `pool.on_capture` may wait for another thread that captures.
         if graph.alive and not graph.is_eager:
             self.pool._captured(wrapper, descriptor)
         return graph, outputs
 
-    def _evict(self, key: LimitKey) -> None:
-        destroy = partial(self._destroy, [key[1].variant])
-        in_turn(self.pool, "KeyedGraphs.run()", partial(self.pool.destroy_after_replays, destroy))
+    def _evict(self, key: CaptureKey) -> None:
+        in_turn(self.pool, "KeyedGraphs.run()", partial(self._destroy, [key[1].variant]))
 
-    def _check_new(self, key: Hashable) -> None:
+    @undoing
+    def _captured(
+        self, undo: Undo, key: Hashable, descriptor: BatchDescriptor, wrapper: GraphWrapper
+    ) -> tuple[KeyedGraph, Any]:
         self.pool.check_open()
         if key in self:
             raise CaptureError(
@@ -157,12 +139,6 @@ class KeyedGraphs(Uncopied):
                 expected="one graph for each key",
                 advice="call drop(key) before capturing it again",
             )
-
-    @undoing
-    def _captured(
-        self, undo: Undo, key: Hashable, descriptor: BatchDescriptor, wrapper: GraphWrapper
-    ) -> tuple[KeyedGraph, Any]:
-        self._check_new(key)
         transaction = CaptureTransaction(0, metadata_is_declared=True, tells_pool=False)
         context = ForwardContext(
             GraphMode.FULL, descriptor, updates=WORST_CASE, capture=transaction
@@ -172,11 +148,7 @@ class KeyedGraphs(Uncopied):
         undo.after_error(context.leave)
         with context:
             outputs = wrapper()
-        kind = KeyedGraph if self._limit is None else CountedGraph
-        graph = kind(key, descriptor, wrapper, outputs)
-        if isinstance(graph, CountedGraph) and self._limit is not None:
-            graph.asked = self._limit.asked
-        self._graphs[key] = graph
+        graph = self._graphs[key] = KeyedGraph(key, descriptor, wrapper, outputs)
         return graph, outputs
 
     def replay(self, key: Hashable, updates: Updates | Any = None) -> Any:
@@ -200,8 +172,6 @@ class KeyedGraphs(Uncopied):
         for key in list(keys):
             self._graphs[key].destroy()
             del self._graphs[key]
-        if self._limit is not None:
-            self._limit.sync()
 
     def __getitem__(self, key: Hashable) -> KeyedGraph:
         graph = self._graphs[key]
@@ -297,20 +267,6 @@ class KeyedGraph:
         """Destroy it; the caller has the pool's turn."""
         self._wrapper.destroy_graphs(None)
         self._wrapper.runnable = _destroyed
-
-
-class CountedGraph(KeyedGraph):
-    """A graph of `KeyedGraphs` under a limit: each replay is noted in `asked`."""
-
-    asked: deque[LimitKey]
-
-    def replay(self, updates: Updates | Any = None) -> Any:
-        self.asked.append((GraphMode.FULL, self.descriptor))
-        return super().replay(updates)
-
-
-def _keys_of(graphs: Mapping[Hashable, KeyedGraph]) -> list[LimitKey]:
-    return [(GraphMode.FULL, each.descriptor) for each in list(graphs.values()) if each.alive]
 
 
 def _destroyed() -> NoReturn:

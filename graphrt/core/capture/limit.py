@@ -1,46 +1,39 @@
 """`GraphLimit`: under `max_graphs=` and `graph_bytes=`, which graph is captured and which one goes.
 
-Its owner (a lazy wrapper or runner, or `KeyedGraphs`) captures by `capture`, and destroys what that
-names. Which graphs exist is the owner's to say: this notes what they took and how they are used.
+A lazy wrapper, a runner or `KeyedGraphs` has one. It asks `admits` at a step that misses its graph,
+captures by `capture`, and appends the graph of each replay to `asked`.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
-from functools import partial
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable
+from math import inf
+from typing import Any, Final, NamedTuple, TypeVar
 
 from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base.errors import InvalidOptionError, ResourceExhaustedError
 from graphrt.core.base.log import logger
 from graphrt.core.base.texts import counted, size_text
-from graphrt.core.batch.descriptor import BatchDescriptor
-from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.options import GraphOptions
+from graphrt.core.device.contract import DeviceGraph
+from graphrt.core.plan.sizes import CaptureKey, largest_of
 from graphrt.core.replay.pool import GraphPool
-from graphrt.core.replay.size_classes import POOL
 
 T = TypeVar("T")
-LimitKey = tuple[GraphMode, BatchDescriptor]
 
-WINDOW = 10_000
+WINDOW: Final = 10_000
 """The steps, replayed or missed, in which uses of a graph are counted."""
-MISSES = 3
-"""A full owner captures the graph of a batch that has missed it so often."""
-REST = 1_000
+MISSES: Final = 3
+"""A graph without a place is captured after so many misses."""
+REST: Final = 1_000
 """A graph that was evicted is not captured again for so many steps."""
-PACE = 100
-"""A full owner captures at most once in so many steps."""
-_NEVER_AGAIN = 1 << 62
-"""In place of the step of an eviction."""
+PACE: Final = 100
+"""Graphs take one another's place at most once in so many steps."""
 
 
-@dataclass(frozen=True)
-class LimitReport:
-    """The graphs of an owner with a limit, and what they hold; bytes are None where the platform
-    cannot tell."""
+class LimitReport(NamedTuple):
+    """The graphs under a limit, and what they hold; bytes are None where nobody can tell."""
 
     max_graphs: int | None
     graph_bytes: int | None
@@ -53,71 +46,40 @@ class LimitReport:
     """Bytes of the device's driver: the executables. Counted with `graph_bytes` alone."""
 
     def __str__(self) -> str:
-        limits = []
-        if self.max_graphs is not None:
-            limits.append(f"of {self.max_graphs}")
-        if self.graph_bytes is not None:
-            limits.append(f"within {size_text(self.graph_bytes)}")
-        held = ", ".join(
-            f"{size_text(size)} of {whose}"
-            for size, whose in ((self.pool_bytes, "pool"), (self.executable_bytes, "executables"))
-            if size is not None
+        most = [] if self.max_graphs is None else [f"of {self.max_graphs}"]
+        most += [] if self.graph_bytes is None else [f"within {size_text(self.graph_bytes)}"]
+        held = [] if self.pool_bytes is None else [f"{size_text(self.pool_bytes)} of pool"]
+        if self.executable_bytes is not None:
+            held.append(f"{size_text(self.executable_bytes)} of executables")
+        return (
+            f"{counted(self.graphs, 'graph')} {', '.join(most)}; "
+            f"{', '.join(held) or 'bytes unknown'}; "
+            f"{counted(self.captures, 'capture')}, {self.evictions} evicted"
         )
-        text = f"{counted(self.graphs, 'graph')} {', '.join(limits)}; {held or 'bytes unknown'}; "
-        return text + f"{counted(self.captures, 'capture')}, {self.evictions} evicted"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Only JSON types; `line` is all of it as text."""
-        return {**asdict(self), "line": str(self)}
 
 
-@dataclass(frozen=True)
-class _Home:
-    """Where a graph is, what the driver took for it, and by how much its capture grew all."""
+class _Held(NamedTuple):
+    """The device's graphs of one key, their memory, and what their capture took of the driver and
+    in all."""
 
-    size_class: int
+    graphs: list[DeviceGraph]
+    memory: Any
     executable_bytes: int | None
     took_bytes: int
 
 
 class GraphLimit:
-    """The limit of one owner, in whose pool its graphs are.
+    """The limit of one owner, whose graphs are in `pool`.
 
-    Not full, it captures what is missed. Full, the graph that a batch has missed `MISSES` times
-    takes the place of the least used ones for each byte that their end frees, if these are used
-    less. The largest graph of a mode stays, and those that are always there. Time is counted in
-    steps, so that the pieces of a step, whose wrappers have a limit each, decide alike.
+    As long as there is room it captures what is missed. Then a graph that was missed `MISSES` times
+    takes the place of the one with the fewest uses for each byte that its end alone frees, if that
+    was used less. The largest of each mode stays. Time is counted in steps, so that the pieces of a
+    step, whose wrappers have a limit each, decide alike, and so do ranks.
     """
 
-    def __init__(
-        self,
-        options: GraphOptions,
-        pool: GraphPool,
-        held: Callable[[], Iterable[LimitKey]],
-        always: frozenset[LimitKey] = frozenset(),
-    ) -> None:
-        """`held` returns the graphs that exist, the oldest first; it must not keep the owner. The
-        graphs of `always` are captured when they are missed, and stay.
-        Raises `InvalidOptionError` where the bytes of a pool cannot be told."""
+    def __init__(self, options: GraphOptions, pool: GraphPool, *, ranked: bool = False) -> None:
+        """`ranked` leaves out what ranks count differently: the bytes of one graph."""
         self.max_graphs, self.graph_bytes = options.max_graphs, options.graph_bytes
-        # The graphs of the steps since `_count`: that which was replayed, or was missing.
-        self.asked: deque[LimitKey] = deque(maxlen=WINDOW)
-        self._held, self._always = held, always
-        # Those of the last `WINDOW` steps, and how often each is among them.
-        self._window: deque[LimitKey] = deque()
-        self._uses = Counter[LimitKey]()
-        self._homes: dict[LimitKey, _Home] = {}
-        # The class of the capture that is under way.
-        self._captured_into: set[int] = set()
-        # Misses of graphs since they were there last, and when those that are gone were evicted.
-        self._missed = Counter[LimitKey]()
-        self._evicted: dict[LimitKey, int] = {}
-        self._misses = self._captures = self._evictions = 0
-        self._last_swap = -PACE
-        self.move_to(pool)
-
-    def move_to(self, pool: GraphPool) -> None:
-        """Of an owner without graphs: it captures in this pool from now on."""
         if self.graph_bytes is not None and pool.bytes() is None:
             raise InvalidOptionError(
                 "graph_bytes needs a platform that tells the bytes of a pool",
@@ -125,193 +87,152 @@ class GraphLimit:
                 expected="a limit that can be counted",
                 advice="max_graphs= limits their number",
             )
-        self._pool = pool
+        self.pool = pool
+        self._weighs_bytes = self.graph_bytes is not None and not ranked
+        # The graphs of the steps since `_count`: that which was replayed, or was missing.
+        self.asked: deque[CaptureKey] = deque(maxlen=WINDOW)
+        # Those of the last `WINDOW` steps, how often each is among them, and the steps so far.
+        self._window: deque[CaptureKey] = deque()
+        self._uses = Counter[CaptureKey]()
+        self._steps = 0
+        self._graphs: dict[CaptureKey, _Held] = {}
+        # Whether bytes were exceeded since a graph went by other means than an eviction.
+        self._is_full = False
+        # Misses in about as many steps, since the graph was there; the steps of evictions.
+        self._missed = Counter[CaptureKey]()
+        self._evicted: dict[CaptureKey, float] = {}
+        self._last_swap = -PACE
+        self._captures = self._evictions = 0
 
-    # What a batch that misses its graph asks ------------------------------------------------------
-
-    def admits(self, key: LimitKey) -> bool:
+    def admits(self, key: CaptureKey) -> bool:
         """Count a step that misses this graph; says whether it is captured now."""
-        self._misses += 1
         self.asked.append(key)
         self._count()
-        if len(self._missed) >= WINDOW:
-            self._missed.clear()
         self._missed[key] += 1
-        missed, now, evicted = self._missed[key], self._now(), self._evicted.get(key)
-        if evicted is not None and (missed < MISSES or now - evicted < REST):
+        missed, evicted = self._missed[key], self._evicted.get(key)
+        if evicted is not None and (missed < MISSES or self._steps - evicted < REST):
             return False
-        if key in self._always or not self._is_full():
+        if self.has_room():
             return True
-        if missed < MISSES or now - self._last_swap < PACE:
+        if missed < MISSES or self._steps - self._last_swap < PACE:
             return False
-        self.sync()
-        return self._victims(key) is not None
+        victim = self._victim(key)
+        return victim is not None and self._uses[victim] < self._uses[key]
+
+    def has_room(self) -> bool:
+        """Whether a further graph may fit."""
+        gone = [key for key, held in self._graphs.items() if not self._is_alive(held)]
+        for key in gone:  # whoever has destroyed it
+            del self._graphs[key]
+            self._is_full = False
+        self._is_full = self._is_full and bool(self._graphs)
+        return not self._is_full and len(self._graphs) < (self.max_graphs or inf)
 
     def capture(
         self,
-        key: LimitKey,
+        key: CaptureKey,
         capture: Callable[[], T],
-        evict: Callable[[LimitKey], object],
+        evict: Callable[[CaptureKey], object],
         *,
-        forced: bool = False,
+        wanted: bool = False,
+        alone: bool = False,
+        agree: Callable[[bool], bool] | None = None,
     ) -> T:
-        """Call `capture`, which captures this graph, in the memory of its size; then `evict`
-        destroys those in its way, after their last replay: see `GraphPool.destroy_after_replays`.
-        They go after it, so that a capture that fails takes nobody's place. A `forced` capture is
-        not weighed against their use.
+        """Call `capture`, which captures this graph, in the memory of its size. Then `evict` ends
+        those in its way: a capture that fails takes nobody's place. Where none may go it ends this
+        one, which is not captured again.
 
-        Raises `ResourceExhaustedError` if none of them may go, and `InvalidOptionError` if the very
-        first graph, or a forced one, takes more bytes than all may. Another one that does is
-        evicted at once, and not captured again.
+        One that is `wanted` is not weighed against the uses of others. `alone` captures into the
+        pool's own memory, and no other graph goes: of what graphs share only executables come back.
+        Ranks `agree` on whether one of them lacks bytes.
+
+        Raises `InvalidOptionError` if the first graph of a mode finds no room, and
+        `ResourceExhaustedError` for a wanted one that finds no place.
         """
-        self.sync()
+        self.has_room()
+        result = self._measured(key, None if alone else key[1].num_tokens, capture)
         self._count()
-        victims = self._victims(key, forced=forced or key in self._always)
-        if victims is None:
-            raise ResourceExhaustedError(
-                "the limit of graphs is reached, and no other graph may make room",
-                got=_name(key),
-                expected=f"a graph that fits beside the largest of each mode: {self.report()}",
-                advice="raise max_graphs or graph_bytes",
-            )
-        if victims or self._is_full():
-            self._last_swap = self._now()
-        size_class = self._pool.classes.of(key[1].num_tokens)
-        pool_before, before = self._pool.bytes(), self._driver_bytes()
-        try:
-            result = self._in_memory_of(size_class, capture)
-            took = _growth(before, self._driver_bytes())
-            if key in set(self._held()):
-                growth = _growth(pool_before, self._pool.bytes()) or 0
-                self._homes[key] = _Home(size_class, took, growth + (took or 0))
-                self._captures += 1
-                del self._missed[key]
-                self._evicted.pop(key, None)
-        finally:
-            self.sync()
-        for victim in victims if key in self._homes else ():
-            self._evict(victim, evict, key)
-        self._fit(key, evict, forced)
+        while key in self._graphs and self._is_over(agree):
+            self._is_full, self._last_swap = True, self._steps
+            report, took = self.report(), self._graphs[key].took_bytes
+            is_huge = self._weighs_bytes and took > (self.graph_bytes or inf)
+            victim = None if alone or is_huge else self._victim(key)
+            if victim is None:
+                self._evict(key, evict, key)
+                if self.graph_bytes is not None:
+                    self._evicted[key] = inf
+                    self._check_first(key, took)
+                if wanted:
+                    raise ResourceExhaustedError(
+                        "the limit of graphs is reached, and no other graph may make room",
+                        got=_name(key),
+                        expected=f"a graph that fits beside the largest of each mode: {report}",
+                        advice="raise max_graphs or graph_bytes",
+                    )
+            elif wanted or key in largest_of(self._graphs) or self._uses[victim] < self._uses[key]:
+                self._evict(victim, evict, key)
+            else:
+                self._evict(key, evict, key)
         return result
 
+    def _check_first(self, key: CaptureKey, took: int) -> None:
+        """Raise `InvalidOptionError` if no graph of this mode fits."""
+        if all(mode is not key[0] for mode, _ in self._graphs):
+            raise InvalidOptionError(
+                "graph_bytes is less than a graph alone takes",
+                got=f"graph_bytes={self.graph_bytes}, and {_name(key)} takes {took}",
+                expected="room for the largest graph of each mode",
+                advice=f"graph_bytes={2 * took}, or smaller sizes",
+            )
+
     @undoing
-    def _in_memory_of(self, undo: Undo, size_class: int, capture: Callable[[], T]) -> T:
-        pool = self._pool
-        undo.later(partial(pool.use_memory, *pool.memory_in_use))
-        undo.later(self._captured_into.clear)
-        # Before it has a graph: others would give it back.
-        self._captured_into.add(size_class)
-        self.sync()
-        with pool.on_device():
-            pool.use_memory(*pool.classes.memory(size_class))
-        return capture()
+    def _measured(
+        self, undo: Undo, key: CaptureKey, tokens: int | None, capture: Callable[[], T]
+    ) -> T:
+        pool, before = self.pool, set(self.pool.graphs)
+        held, driver = pool.bytes(), self._driver_bytes()
+        if tokens is not None:
+            pool.capture_into(undo, tokens)
+        result = capture()
+        graphs = [graph for graph in pool.graphs if graph not in before]
+        if graphs:  # else the device had no room for it
+            took = _growth(driver, self._driver_bytes())
+            grown = (_growth(held, pool.bytes()) or 0) + (took or 0)
+            self._graphs[key] = _Held(graphs, pool.memory, took, grown)
+            self._captures += 1
+            self._missed.pop(key, None)
+            self._evicted.pop(key, None)
+        return result
 
-    def within(
-        self, key: LimitKey, capture: Callable[[], object], evict: Callable[[LimitKey], object]
-    ) -> str | None:
-        """As `capture`, into the pool's own memory, for a session that captures graph after graph,
-        the most valuable first. Of what graphs share there only executables would come back, so
-        none makes room. Returns why this one was left out, None for one that was captured.
-
-        Raises `InvalidOptionError` if the first graph takes more bytes than all may.
-        """
-        self.sync()
-        if self._lacks_room(self._homes):
-            return f"{self.report()}"
-        before = self._driver_bytes()
-        capture()
-        if key not in set(self._held()):
-            return None  # the device had no room for it
-        took = _growth(before, self._driver_bytes())
-        self._homes[key] = _Home(POOL, took, took or 0)
-        self._captures += 1
-        held, is_first = self._bytes(self._homes), len(self._homes) == 1
-        if self.graph_bytes is None or held <= self.graph_bytes:
-            return None
-        evict(key)
-        self.sync()
-        if is_first:
-            raise self._too_small(key, held)
-        return f"{size_text(held)} with it, of {size_text(self.graph_bytes)}"
-
-    def _fit(self, key: LimitKey, evict: Callable[[LimitKey], object], forced: bool) -> None:
-        """Evict what is too much, now that this graph was measured."""
-        limit, home = self.graph_bytes, self._homes.get(key)
-        if limit is None or home is None:
-            return
-        while self._bytes(self._homes) > limit:
-            self._last_swap = self._now()
-            alone = home.took_bytes > limit or len(self._homes) == 1
-            stays = set() if alone else self._staying(self._homes) | ({key} if forced else set())
-            others = [each for each in self._homes if each not in stays]
-            victim = key if alone or not others else self._least_used(others, self._homes)
-            is_first = self._captures == 1
-            self._evict(victim, evict, key)
-            if victim == key:
-                if alone:
-                    self._evicted[key] = _NEVER_AGAIN
-                if alone and (forced or is_first):
-                    raise self._too_small(key, home.took_bytes)
-                return
-
-    # The decision ---------------------------------------------------------------------------------
-
-    def _is_full(self) -> bool:
-        """Whether there may be no room for another graph: the largest is as much as one takes."""
-        homes = self._homes
-        if self.max_graphs is not None and len(homes) >= self.max_graphs:
+    def _is_over(self, agree: Callable[[bool], bool] | None) -> bool:
+        if len(self._graphs) > (self.max_graphs or inf):
             return True
-        most = max((home.took_bytes for home in homes.values()), default=0)
-        return self.graph_bytes is not None and self._bytes(homes) + most > self.graph_bytes
+        if self.graph_bytes is None:
+            return False
+        is_over = self._bytes(self._graphs) > self.graph_bytes
+        return is_over if agree is None else agree(is_over)
 
-    def _lacks_room(self, homes: Mapping[LimitKey, _Home]) -> bool:
-        """Whether another graph is too much beside these. Its tensors are not known before they are
-        measured; its executables take as much as the largest."""
-        if self.max_graphs is not None and len(homes) >= self.max_graphs:
-            return True
-        most = max((home.executable_bytes or 0 for home in homes.values()), default=0)
-        return self.graph_bytes is not None and self._bytes(homes) + most > self.graph_bytes
+    def _victim(self, key: CaptureKey) -> CaptureKey | None:
+        """The graph that would make room for this one; None where none may go."""
+        stays = {key, *largest_of([*self._graphs, key])}
+        others = [each for each in self._graphs if each not in stays]
+        return min(others, key=self._worth, default=None)
 
-    def _victims(self, key: LimitKey, *, forced: bool = False) -> list[LimitKey] | None:
-        """The graphs that make room for this one, in their order; None if those that may go are too
-        few, or are used as much as this one, unless it is `forced`."""
-        homes = dict(self._homes)
-        stays, victims = self._staying([*homes, key]), []
-        while self._lacks_room(homes):
-            others = [each for each in homes if each not in stays]
-            if not others:
-                return None
-            victim = self._least_used(others, homes)
-            if not forced and self._uses[victim] >= self._uses[key]:
-                return None
-            victims.append(victim)
-            del homes[victim]
-        return victims
-
-    def _staying(self, keys: Iterable[LimitKey]) -> set[LimitKey]:
-        return _largest(keys) | self._always
-
-    def _least_used(self, keys: Iterable[LimitKey], homes: Mapping[LimitKey, _Home]) -> LimitKey:
-        """The graph with the fewest uses for each byte that its end alone frees."""
-
-        def worth(key: LimitKey) -> float:
-            if self.graph_bytes is None:
-                return self._uses[key]
-            rest = {each: home for each, home in homes.items() if each != key}
-            return self._uses[key] / max(1, self._bytes(homes) - self._bytes(rest))
-
-        return min(keys, key=worth)
+    def _worth(self, key: CaptureKey) -> float:
+        """The uses of a graph, where bytes are weighed for each byte that its end alone frees."""
+        if not self._weighs_bytes:
+            return self._uses[key]
+        rest = [each for each in self._graphs if each != key]
+        return self._uses[key] / max(1, self._bytes(self._graphs) - self._bytes(rest))
 
     def _evict(
-        self, victim: LimitKey, evict: Callable[[LimitKey], object], room_for: LimitKey
+        self, victim: CaptureKey, evict: Callable[[CaptureKey], object], room_for: CaptureKey
     ) -> None:
         evict(victim)
-        if len(self._evicted) >= WINDOW:
-            self._evicted.clear()
-        self._evicted[victim] = self._now()
+        self._graphs.pop(victim, None)
         self._missed.pop(victim, None)
+        self._evicted[victim] = self._steps
         self._evictions += 1
-        self.sync()
         logger.info(
             "evicted %s, asked for in %d of the last %d steps, for %s: %s",
             _name(victim),
@@ -321,61 +242,44 @@ class GraphLimit:
             self.report(),
         )
 
-    def _too_small(self, key: LimitKey, takes: int) -> InvalidOptionError:
-        return InvalidOptionError(
-            "graph_bytes is less than a graph alone takes",
-            got=f"graph_bytes={self.graph_bytes}, and {_name(key)} takes {takes}",
-            expected="room for the largest graph of each mode",
-            advice=f"graph_bytes={2 * takes}, or smaller sizes",
-        )
-
-    # What there is --------------------------------------------------------------------------------
-
-    def sync(self) -> None:
-        """Forget graphs that are gone, whoever destroyed them, and give the memory of a size class
-        without graphs back."""
-        held = set(self._held())
-        for key in self._homes.keys() - held:
-            del self._homes[key]
-        used = {home.size_class for home in self._homes.values()}
-        self._pool.keep_classes(self, used | self._captured_into)
-
     def _count(self) -> None:
         """Count the graphs of the steps since the last call."""
         while self.asked:
             key = self.asked.popleft()
             self._window.append(key)
             self._uses[key] += 1
+            self._steps += 1
             if len(self._window) > WINDOW:
-                oldest = self._window.popleft()
-                self._uses[oldest] -= 1
-                if not self._uses[oldest]:
-                    del self._uses[oldest]
+                self._uses[self._window.popleft()] -= 1
+            if self._steps % WINDOW == 0:  # hosts may have any number of keys
+                self._uses, self._missed = +self._uses, Counter()
+                rested = self._steps - REST
+                self._evicted = {k: at for k, at in self._evicted.items() if at > rested}
 
-    def _now(self) -> int:
-        """The number of steps so far: replays, and misses."""
-        return self._pool.generation + self._misses
+    def _is_alive(self, held: _Held) -> bool:
+        return any(graph in self.pool.graphs for graph in held.graphs)
 
-    def _bytes(self, homes: Mapping[LimitKey, _Home]) -> int:
-        """What these graphs hold: the memory of their sizes, and their executables."""
-        classes = {home.size_class for home in homes.values()}
-        pools = sum(map(self._pool.class_bytes, classes))
-        return pools + sum(home.executable_bytes or 0 for home in homes.values())
+    def _bytes(self, keys: Iterable[CaptureKey]) -> int:
+        """What these graphs hold: the memories that they are in, and their executables."""
+        each = [self._graphs[key] for key in keys]
+        memories = {id(held.memory): held.memory for held in each}.values()
+        pools = sum(self.pool.platform.memory_bytes(memory) or 0 for memory in memories)
+        return pools + sum(held.executable_bytes or 0 for held in each)
 
     def _driver_bytes(self) -> int | None:
-        return None if self.graph_bytes is None else self._pool.platform.driver_bytes()
+        return None if self.graph_bytes is None else self.pool.platform.driver_bytes()
 
     def report(self) -> LimitReport:
         """Figures of now."""
-        homes = list(self._homes.values())
-        took = [each.executable_bytes for each in homes if each.executable_bytes is not None]
+        alive = [held for held in list(self._graphs.values()) if self._is_alive(held)]
+        took = [held.executable_bytes for held in alive if held.executable_bytes is not None]
         return LimitReport(
             self.max_graphs,
             self.graph_bytes,
-            len(homes),
+            len(alive),
             self._captures,
             self._evictions,
-            self._pool.bytes(),
+            self.pool.bytes(),
             sum(took) if took else None,
         )
 
@@ -384,19 +288,5 @@ def _growth(before: int | None, after: int | None) -> int | None:
     return None if before is None or after is None else max(0, after - before)
 
 
-def _largest(keys: Iterable[LimitKey]) -> set[LimitKey]:
-    """The largest graph of each mode, the oldest of several; none of a mode whose graphs are all of
-    one size, such as those of keys without a size."""
-    by_mode: dict[GraphMode, list[LimitKey]] = {}
-    for key in keys:
-        by_mode.setdefault(key[0], []).append(key)
-    stays = set()
-    for of_mode in by_mode.values():
-        sizes = [descriptor.num_tokens for _, descriptor in of_mode]
-        if len(sizes) == 1 or min(sizes) < max(sizes):
-            stays.add(of_mode[sizes.index(max(sizes))])
-    return stays
-
-
-def _name(key: LimitKey) -> str:
+def _name(key: CaptureKey) -> str:
     return f"{key[0].name} [{key[1]}]"

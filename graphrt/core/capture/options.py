@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from graphrt.core.base import option_values
 from graphrt.core.base.errors import CaptureSealedError, InvalidOptionError
@@ -39,8 +39,7 @@ class GraphOptions:
     - `lazy` (False): capture a graph at the first step that asks for it, until `seal()`.
     - `max_graphs` (None), `graph_bytes` (None): the most graphs that a runner, a lazy wrapper or
       `KeyedGraphs` has, and the most bytes that these take, executables included. Lazily the least
-      used graph makes room; `capture()` leaves out what does not fit.
-      See `docs/how-to/memory.md`. Not together with `strict`.
+      used graph makes room; `capture()` stops there. See `docs/how-to/memory.md`.
     - `strict` (False): raise where a step would run eagerly after `capture()` or `seal()` though it
       should have a graph, and where the mode, or what is captured, is less than was asked for.
       Before that steps are eager all the same.
@@ -86,7 +85,6 @@ class GraphOptions:
             raise InvalidOptionError(
                 "under a limit of graphs some steps run eagerly, and strict allows none",
                 got=f"strict=True, max_graphs={self.max_graphs}, graph_bytes={self.graph_bytes}",
-                expected="one of the two",
                 advice="leave strict out; the reasons of a report count eager steps",
             )
 
@@ -146,6 +144,9 @@ class GraphOptions:
         options = {each.name: getattr(self, each.name) for each in fields(self)}
         return {**options, "breaks": list(self.breaks)}
 
+
+NO_LIMIT: Final = {"max_graphs": None, "graph_bytes": None}
+"""Options of a wrapper whose owner has the limit."""
 
 _CHECKS: dict[str, option_values.Check] = {
     "outputs": option_values.choice("pool", "static", "clone"),

@@ -14,7 +14,7 @@ from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.batch.context import ForwardContext, current_context
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode, graphs_off
-from graphrt.core.capture.limit import GraphLimit, LimitKey, LimitReport
+from graphrt.core.capture.limit import GraphLimit, LimitReport
 from graphrt.core.capture.options import GraphOptions, Sealing
 from graphrt.core.capture.recorder import Bridges, Recorder
 from graphrt.core.device.contract import DeviceGraph
@@ -22,6 +22,7 @@ from graphrt.core.device.platform import Platform
 from graphrt.core.device.registry import resolve_platform
 from graphrt.core.dispatch.dispatcher import GraphDispatcher
 from graphrt.core.dispatch.reasons import Reason
+from graphrt.core.plan.sizes import CaptureKey
 from graphrt.core.replay.entry import Entry, SegmentHooks, bound_arguments, graphs_of, name_of
 from graphrt.core.replay.pool import GraphPool, in_turn
 from graphrt.core.replay.recording import is_inside_capture, under_way
@@ -149,9 +150,9 @@ class WrapperGraphs:
 
 
 class CountedGraphs(WrapperGraphs):
-    """What a wrapper under a limit has captured: each replay is noted in `asked`."""
+    """As `WrapperGraphs`, under a limit: each replay is noted in `asked`."""
 
-    asked: deque[LimitKey]
+    asked: deque[CaptureKey]
 
     def replay(self, entry: Entry, context: ForwardContext) -> Any:
         self.asked.append((context.mode, entry.descriptor))
@@ -214,21 +215,17 @@ class GraphWrapper(errors.Uncopied):
         self.pool = GraphPool(self.platform_name) if pool is None else pool
         self.options = options or GraphOptions()
         mode = None if graphs_off() else self.runtime_mode
-        kind = CountedGraphs if self.options.limited else WrapperGraphs
-        self._graphs = kind(mode, self.pool, self.options, read_context, trials)
+        self._graphs = WrapperGraphs(mode, self.pool, self.options, read_context, trials)
         self._limit: GraphLimit | None = None
-        if isinstance(self._graphs, CountedGraphs):
+        if self.options.limited:
             if not self.options.lazy:
                 raise errors.InvalidOptionError(
-                    "a limit of graphs is for a wrapper that captures lazily: others capture "
-                    "what their host asks for",
-                    got="lazy=False",
-                    expected="lazy=True beside max_graphs or graph_bytes",
+                    "a wrapper that does not capture lazily has the graphs that its host asks for",
+                    got="max_graphs or graph_bytes, and lazy=False",
                     advice="GraphOptions(lazy=True, max_graphs=...)",
                 )
-            held = partial(_keys_of, self.runtime_mode, self._graphs.entries)
-            self._limit = GraphLimit(self.options, self.pool, held)
-            self._graphs.asked = self._limit.asked
+            self._limit = GraphLimit(self.options, self.pool)
+            self.count_in(self._limit)
         # Makes the recorder of one capture.
         self._new_recorder = partial(
             Recorder,
@@ -367,12 +364,9 @@ class GraphWrapper(errors.Uncopied):
         if limit is None:
             entry, result = record()
         else:
-            assert context.descriptor is not None
-            # Before a graph goes whose memory they may be.
-            self.pool.pieces.check_held((args, kwargs), context)
             key = context.mode, context.descriptor
             entry, result = limit.capture(key, record, self._evict)
-            if context.descriptor not in graphs.entries:  # it was too large
+            if context.descriptor not in graphs.entries:  # it took too much
                 return result
         entry.unchecked = graphs.checks
         if graphs.trials is not None:
@@ -422,8 +416,8 @@ class GraphWrapper(errors.Uncopied):
             pool.pieces.captured(self, context)
         return entry, result
 
-    def _evict(self, key: LimitKey) -> None:
-        self.pool.destroy_after_replays(partial(self.destroy_graphs, key[1]))
+    def _evict(self, key: CaptureKey) -> None:
+        self.destroy_graphs(key[1])
 
     def _tell_pool(self, context: ForwardContext) -> None:
         """Count a capture in the pool, unless the maker of the transaction does."""
@@ -474,6 +468,12 @@ class GraphWrapper(errors.Uncopied):
         graphs = self._graphs
         graphs.fresh_containers = graphs.checks = graphs.always_checks = False
 
+    def count_in(self, limit: GraphLimit) -> None:
+        """Tell `limit` each replay."""
+        graphs: Any = self._graphs
+        # Another class, so that replays without a limit are not asked whether they have one.
+        graphs.__class__, graphs.asked = CountedGraphs, limit.asked
+
     def seal(self) -> None:
         """Capture nothing any more: an unseen descriptor runs eagerly, counted, or raises."""
         self._sealing.close()
@@ -508,9 +508,9 @@ class GraphWrapper(errors.Uncopied):
                 advice="call clear_graphs() before; what is captured next lies in the new pool",
             )
         self.pool.holders.remove(self)
-        if self._limit is not None:
-            self._limit.move_to(pool)
         self._graphs.pool = self.pool = pool
+        if self._limit is not None:
+            self._limit.pool = pool
         pool.holders.add(self)
 
     def clear_graphs(self) -> None:
@@ -534,12 +534,6 @@ class GraphWrapper(errors.Uncopied):
         if graphs.trials is not None:
             graphs.trials.dropped(descriptor)
         graphs.clear_buffers()
-        if self._limit is not None:
-            self._limit.sync()
-
-
-def _keys_of(mode: GraphMode, entries: Mapping[BatchDescriptor, Entry]) -> list[LimitKey]:
-    return [(mode, descriptor) for descriptor in entries]
 
 
 def wrapper_class(platform: Platform | str | None) -> type[GraphWrapper]:

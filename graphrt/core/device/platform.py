@@ -149,17 +149,13 @@ class Platform(ABC):
 
     def reset_graphs(self, graphs: Sequence[DeviceGraph]) -> None:
         """Destroy graphs, which may still be running: a device may lose the streams of a graph
-        that is reset under way, so the default waits for the device first. Called under the
-        capture lock, because some devices allow no synchronisation while anything is captured."""
+        that is reset under way, so the default waits for the device first. The current stream waits
+        for their last replay already. Called under the capture lock, because some devices allow no
+        synchronisation while anything is captured."""
         if graphs:
             self.synchronize()
         for graph in graphs:
             graph.reset()
-
-    def reset_ended_graphs(self, graphs: Sequence[DeviceGraph]) -> None:
-        """As `reset_graphs`, of graphs whose last replay has ended, so that there is nothing to
-        wait for. The default waits all the same."""
-        self.reset_graphs(graphs)
 
     def update_figures(self, memory: Any) -> UpdateFigures | None:
         """How tasks of graphs in `memory` were updated; None where that is not counted, or there

@@ -205,12 +205,8 @@ class Plan:
         their number or bytes are `limited`, these behind the largest of each mode."""
         if not limited and self.platform.stream_room() is None:
             return self.keys
-        order = by_priority(self.keys, self._worth)
-        if limited:
-            by_size = sorted(order, key=lambda key: -key[1].num_tokens)
-            largest = {mode: key for key in reversed(by_size) for mode in key[:1]}
-            order.sort(key=lambda key: largest[key[0]] != key)
-        return tuple(order)
+        first = sizes.largest_of(self.keys) if limited else ()
+        return tuple(sorted(by_priority(self.keys, self._worth), key=lambda key: key not in first))
 
     def replace(self, *, platform: Platform | str | None = None, **changes: Any) -> Plan:
         """The plan with other arguments, resolved again; on the same platform by default."""

@@ -27,7 +27,6 @@ from graphrt.core.device.platform import Platform, capture_lock, device_of
 from graphrt.core.device.registry import resolve_platform
 from graphrt.core.replay.handout import HandedOut, expire
 from graphrt.core.replay.recording import freeze_garbage
-from graphrt.core.replay.size_classes import POOL, SizeClasses
 
 T = TypeVar("T")
 
@@ -113,6 +112,9 @@ _NO_STEP: Final = object()
 
 _CAPTURED: Final = object()
 """What `PieceSteps.replaying` is after a capture."""
+
+SIZE_CLASSES: Final = 4
+"""The most memories of graphs under a limit, of one pool."""
 
 _GIVEN_BACK: Final = object()
 """What `GraphPool.memory` is after `close()`."""
@@ -396,10 +398,10 @@ class GraphPool(errors.Uncopied):
         self.owner: object | None = None
         self.pieces = PieceSteps()
         self.holders = PoolHolders()
-        # Memories beside `memory`, of graphs under a limit.
-        self.classes = SizeClasses(self.platform)
-        # Whether the graphs that are destroyed now have ended: see `after_last_replay`.
-        self._has_ended = False
+        # The captured graphs that are not destroyed -> the memory of each.
+        self.graphs: weakref.WeakKeyDictionary[DeviceGraph, Any] = weakref.WeakKeyDictionary()
+        # Memories beside `memory`, by size class: see `capture_into`.
+        self.classes: dict[int, tuple[Any, Any]] = {}
         self.captures = 0
         self.on_capture: OnCapture | None = None
         # Without it an output could be read after the pool has freed its memory.
@@ -552,50 +554,41 @@ class GraphPool(errors.Uncopied):
             self._expire_outputs()
             # It may synchronise the device, which would break a capture that is open.
             with self.capture_lock, self.on_device():
-                reset = self.platform.reset_graphs
-                (self.platform.reset_ended_graphs if self._has_ended else reset)(graphs)
+                self.streams.follow()
+                self.platform.reset_graphs(graphs)
+            for graph in graphs:
+                self.graphs.pop(graph, None)
+            self._release_unused()
 
-    def destroy_after_replays(self, destroy: Callable[[], object]) -> None:
-        """Call `destroy`, in a turn of the pool, once the last replay of its graphs has ended: the
-        host waits for an event behind it where the platform has one, and not for the device."""
-        event = self.platform.new_event()
-        try:
-            if event is not None and self.streams.read_id is not None:
-                with self.on_device():
-                    event.record(self.streams.follow())
-                    event.synchronize()
-                self._has_ended = True
-            destroy()
-            self._has_ended = False
-        except BaseException:  # in place of `@undoing`: it calls nothing
-            self._has_ended = False
-            raise
+    def capture_into(self, undo: Undo, tokens: int) -> None:
+        """Until `undo`, capture into the memory of graphs of about this size, which comes back with
+        the last of them: graphs of one memory share its blocks. A pool has `SIZE_CLASSES` of them,
+        for sizes of as many binary digits; others are in the nearest.
 
-    # Memory by size -------------------------------------------------------------------------------
+        Each has a stream to capture on: a scratch block that belongs to a stream, such as cuBLAS's
+        workspace, is in the memory of the first capture on it, and goes with that.
+        """
+        size_class = tokens.bit_length()
+        if size_class not in self.classes and len(self.classes) == SIZE_CLASSES:
+            size_class = min(self.classes, key=lambda each: abs(each - tokens.bit_length()))
+        undo.later(self._release_unused)
+        undo.later(partial(self._use, self.memory, self.streams.for_captures))
+        with self.on_device():
+            if size_class not in self.classes:
+                self.classes[size_class] = self.platform.new_memory(), self.platform.new_stream()
+        self._use(*self.classes[size_class])
 
-    @property
-    def memory_in_use(self) -> tuple[Any, Any]:
-        """The memory that captures go into now, and the stream they are made on."""
-        return self.memory, self.streams.for_captures
-
-    def use_memory(self, memory: Any, stream: Any) -> None:
-        """Capture into this memory, on this stream, from now on."""
+    def _use(self, memory: Any, stream: Any) -> None:
         self.memory, self.streams.for_captures = memory, stream
 
-    def class_bytes(self, size_class: int) -> int:
-        """What a class holds, or the pool's own memory (POOL); 0 where that cannot be told."""
-        memory = self.memory if size_class == POOL else self.classes.find(size_class)
-        if memory is None or self.closed:
-            return 0
-        return self.platform.memory_bytes(memory) or 0
-
-    def keep_classes(self, user: object, classes: set[int]) -> None:
-        """Note in which of `classes` a user has graphs; gives the memory of unused ones back."""
-        unused = self.classes.keep(user, classes)
-        if unused:
-            with self.capture_lock, self.on_device():
-                for memory in unused:
+    def _release_unused(self) -> None:
+        """Give the memory of size classes without graphs back."""
+        used = {id(memory) for memory in (self.memory, *self.graphs.values())}
+        for size_class, (memory, _) in list(self.classes.items()):
+            if id(memory) not in used:
+                with self.capture_lock, self.on_device():
                     self.platform.release_memory(memory)
+                del self.classes[size_class]
 
     def _owns(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` is memory of the pool; never for a sparse one, which has several."""
@@ -606,11 +599,12 @@ class GraphPool(errors.Uncopied):
         """Bytes the pool holds from the device, where that can be told."""
         if self.closed:
             return None
-        # Of a capture into a class it is in use, and counted once.
-        memories = {id(each): each for each in (self.memory, *self.classes.memories())}
+        # During a capture into a class that is `memory`.
+        memories = {
+            id(each): each for each in (self.memory, *(m for m, _ in self.classes.values()))
+        }
         held = [self.platform.memory_bytes(each) for each in memories.values()]
-        known = [each for each in held if each is not None]
-        return sum(known) if len(known) == len(held) else None
+        return None if None in held else sum(filter(None, held))
 
     def update_figures(self) -> UpdateFigures | None:
         """How tasks were updated; None where that is not counted, or there are none."""
@@ -631,8 +625,6 @@ class GraphPool(errors.Uncopied):
         self.closed = True
         self._leave_step(None)
         with self.capture_lock, self.on_device():
-            for memory in self.classes.keep_none():
-                self.platform.release_memory(memory)
             self.platform.release_memory(self.memory)
         # A stream that was lent to this pool can then go to another one.
         self.streams.for_captures = None

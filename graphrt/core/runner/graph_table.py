@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from graphrt.core.base import errors
@@ -17,7 +16,7 @@ from graphrt.core.batch.context import CaptureTransaction
 from graphrt.core.batch.descriptor import BatchDescriptor, room_for_reqs
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.constants import Lifting
-from graphrt.core.capture.limit import GraphLimit, LimitKey
+from graphrt.core.capture.limit import GraphLimit
 from graphrt.core.capture.options import Sealing
 from graphrt.core.capture.wrapper import GraphWrapper
 from graphrt.core.dispatch.dispatcher import GraphDispatcher
@@ -188,8 +187,8 @@ class GraphTable:
         self.dispatcher = GraphDispatcher(setup.plan.mode, max_padding=setup.options.max_padding)
         for key in setup.plan.keys:
             self.dispatcher.reserve(*key)
-        # Which graphs there are under `max_graphs` or `graph_bytes`; None without either.
-        self.limit = _limit_of(setup, self.dispatcher)
+        # Of `max_graphs` and `graph_bytes`.
+        self.limit = _limit_of(setup)
         self.steps: list[PreparedStep | None] = []
         # Of graphs that are gone too, until the next capture.
         self._records: list[GraphRecord] = []
@@ -287,6 +286,13 @@ class GraphTable:
                 expected="a GraphWrapper for every piece",
                 advice='wrap the pieces, or use pieces="breakable"',
             )
+        pools = {owner.pool for owner, _ in graph.transaction.captured}
+        if self.limit is not None and pools != {self.setup.pool}:
+            raise errors.CaptureError(
+                "max_graphs and graph_bytes count graphs in the runner's own pool",
+                got=f"{graph} in another one",
+                advice="give the wrappers of its pieces and the runner one pool=",
+            )
         self.steps += [None] * (graph.slot + 1 - len(self.steps))
         self.steps[graph.slot] = graph
         self._records.append(record)
@@ -327,45 +333,23 @@ class GraphTable:
             self.begun[slot].transaction.rollback()
             self.checks.dropped(slot)
             del self.begun[slot]
-        if self.limit is not None:
-            self.limit.sync()
 
-    def evict(self, key: LimitKey) -> None:
-        """Destroy one graph after its last replay, when no batch is dispatched to it any more."""
+    def evict(self, key: CaptureKey) -> None:
+        """Destroy a graph, for `limit`."""
         self.dispatcher.withdraw(*key)
-        self.setup.pool.destroy_after_replays(self.destroy_leftovers)
         self.steps[self.dispatcher.reserve(*key)] = None
+        self.destroy_leftovers()
 
 
-def _limit_of(setup: RunnerSetup, dispatcher: GraphDispatcher) -> GraphLimit | None:
-    """The limit of a runner's graphs, if its options set one. Raises `InvalidOptionError` for one
-    that leaves a mode without a graph, and for one by which ranks would come to differ."""
-    options = setup.options
+def _limit_of(setup: RunnerSetup) -> GraphLimit | None:
+    options, modes = setup.options, {mode.name for mode, _ in setup.plan.keys}
     if not options.limited:
         return None
-    modes = {mode for mode, _ in setup.plan.keys}
     if options.max_graphs is not None and options.max_graphs < len(modes):
         raise errors.InvalidOptionError(
-            "max_graphs is less than the modes that are captured, of each of which the largest "
-            "graph stays",
+            "max_graphs is less than the modes, of each of which the largest graph stays",
             got=f"max_graphs={options.max_graphs}",
-            expected=", ".join(sorted(mode.name for mode in modes)),
+            expected=", ".join(sorted(modes)),
             advice=f"max_graphs={len(modes)} at least, or another mode=",
         )
-    if setup.host.ranks is not None and (options.lazy or options.graph_bytes is not None):
-        raise errors.InvalidOptionError(
-            "ranks would keep different graphs: each counts its own bytes, and what its own "
-            "batches miss",
-            got=f"lazy={options.lazy}, graph_bytes={options.graph_bytes} with Host(ranks=)",
-            expected="max_graphs=, without lazy",
-            advice="max_graphs= with capture(), which leaves out the same graphs on all ranks",
-        )
-    by_size = sorted(setup.plan.keys, key=lambda key: key[1].num_tokens)
-    largest = {mode: (mode, descriptor) for mode, descriptor in by_size}
-    return GraphLimit(
-        options, setup.pool, partial(_keys_of, dispatcher), frozenset(largest.values())
-    )
-
-
-def _keys_of(dispatcher: GraphDispatcher) -> list[LimitKey]:
-    return [(graph.mode, graph.descriptor) for graph in dispatcher.published]
+    return GraphLimit(options, setup.pool, ranked=setup.host.ranks is not None)

@@ -127,7 +127,7 @@ class RunnerReport:
                 for reason, count in self.reasons.items()
                 if count
             ],
-            "limit": None if self.limit is None else self.limit.to_dict(),
+            "limit": self.limit and {**self.limit._asdict(), "line": str(self.limit)},
             "trust": _plain_trust(self.trust),
         }
 
