@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base.errors import CaptureError, CaptureSealedError, NestedCaptureError, Uncopied
@@ -44,11 +44,12 @@ class KeyedGraphs(Uncopied):
         `GraphWrapper`. With `trials=WrapperTrials` each graph has one, which checks it as it does a
         wrapper's; it keeps its forward."""
         check_kind("pool", pool, GraphPool)
+        check_kind("options", options, GraphOptions)
         if trials is not None:
             check_callable("trials", trials)
         self.pool = GraphPool() if pool is None else pool
         make, mode = wrapper_class(self.pool.platform), GraphMode.FULL
-        own = options and options.merged(NO_LIMIT)
+        own = None if options is None else options.merged(NO_LIMIT)
         # Makes the wrapper of one graph.
         self._wrap = partial(make, runtime_mode=mode, pool=self.pool, options=own, hooks=hooks)
         # Raises now, not at the first capture, if an option is wrong.
@@ -96,8 +97,8 @@ class KeyedGraphs(Uncopied):
 
     def _descriptor(self, key: Hashable) -> BatchDescriptor:
         # Under a limit a whole number is a size, and the graph of the largest stays.
-        is_size = self._limit is not None and isinstance(key, int) and 0 < key < MOST
-        return BatchDescriptor(int(str(key)) if is_size else 1, variant=key)
+        is_size = self._limit is not None and type(key) is int and 0 < key < MOST
+        return BatchDescriptor(cast(int, key) if is_size else 1, variant=key)
 
     def _capture(
         self, key: Hashable, forward: Callable[[], Any], *, wanted: bool = False
@@ -115,8 +116,7 @@ class KeyedGraphs(Uncopied):
             if self._limit is None:
                 graph, outputs = capture()
             else:
-                self._limit.has_room()
-                wrapper.count_in(self._limit)
+                wrapper._count_in(self._limit)
                 named = GraphMode.FULL, descriptor
                 graph, outputs = self._limit.capture(named, capture, self._evict, wanted=wanted)
         # After the lock: `pool.on_capture` may wait for another thread that captures.

@@ -192,7 +192,7 @@ class GraphLimit:
         pool, before = self.pool, set(self.pool.graphs)
         held, driver = pool.bytes(), self._driver_bytes()
         if tokens is not None:
-            pool.capture_into(undo, tokens)
+            pool._capture_into(undo, tokens)
         result = capture()
         graphs = [graph for graph in pool.graphs if graph not in before]
         if graphs:  # else the device had no room for it

@@ -225,7 +225,7 @@ class GraphWrapper(errors.Uncopied):
                     advice="GraphOptions(lazy=True, max_graphs=...)",
                 )
             self._limit = GraphLimit(self.options, self.pool)
-            self.count_in(self._limit)
+            self._count_in(self._limit)
         # Makes the recorder of one capture.
         self._new_recorder = partial(
             Recorder,
@@ -468,7 +468,7 @@ class GraphWrapper(errors.Uncopied):
         graphs = self._graphs
         graphs.fresh_containers = graphs.checks = graphs.always_checks = False
 
-    def count_in(self, limit: GraphLimit) -> None:
+    def _count_in(self, limit: GraphLimit) -> None:
         """Tell `limit` each replay."""
         graphs: Any = self._graphs
         # Another class, so that replays without a limit are not asked whether they have one.

@@ -400,7 +400,7 @@ class GraphPool(errors.Uncopied):
         self.holders = PoolHolders()
         # The captured graphs that are not destroyed -> the memory of each.
         self.graphs: weakref.WeakKeyDictionary[DeviceGraph, Any] = weakref.WeakKeyDictionary()
-        # Memories beside `memory`, by size class: see `capture_into`.
+        # Memories beside `memory`, by size class: see `_capture_into`.
         self.classes: dict[int, tuple[Any, Any]] = {}
         self.captures = 0
         self.on_capture: OnCapture | None = None
@@ -560,7 +560,7 @@ class GraphPool(errors.Uncopied):
                 self.graphs.pop(graph, None)
             self._release_unused()
 
-    def capture_into(self, undo: Undo, tokens: int) -> None:
+    def _capture_into(self, undo: Undo, tokens: int) -> None:
         """Until `undo`, capture into the memory of graphs of about this size, which comes back with
         the last of them: graphs of one memory share its blocks. A pool has `SIZE_CLASSES` of them,
         for sizes of as many binary digits; others are in the nearest.
