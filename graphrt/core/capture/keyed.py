@@ -57,9 +57,7 @@ class KeyedGraphs(Uncopied):
         self._new_trials = trials
         # key -> its graph, which may have been destroyed together with all others of the pool.
         self._graphs: dict[Hashable, KeyedGraph] = {}
-        self._limit: GraphLimit | None = None
-        if options is not None and options.limited:
-            self._limit = GraphLimit(options, self.pool)
+        self._limit = GraphLimit.of(options, self.pool)
 
     @property
     def limit_report(self) -> LimitReport | None:

@@ -77,8 +77,16 @@ class GraphLimit:
     step, whose wrappers have a limit each, decide alike, and so do ranks.
     """
 
-    def __init__(self, options: GraphOptions, pool: GraphPool, *, ranked: bool = False) -> None:
-        """`ranked` leaves out what ranks count differently: the bytes of one graph."""
+    @classmethod
+    def of(
+        cls, options: GraphOptions | None, pool: GraphPool, *, ranked: bool = False
+    ) -> GraphLimit | None:
+        """The limit that options set, if any. `ranked` leaves out what ranks count differently: the
+        bytes of one graph. Raises `InvalidOptionError`."""
+        limited = options is not None and (options.max_graphs or options.graph_bytes)
+        return cls(options, pool, ranked) if options is not None and limited else None
+
+    def __init__(self, options: GraphOptions, pool: GraphPool, ranked: bool) -> None:
         self.max_graphs, self.graph_bytes = options.max_graphs, options.graph_bytes
         if self.graph_bytes is not None and pool.bytes() is None:
             raise InvalidOptionError(

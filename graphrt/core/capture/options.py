@@ -81,17 +81,12 @@ class GraphOptions:
 
     def __post_init__(self) -> None:
         option_values.check_fields(self, _CHECKS)
-        if self.strict and self.limited:
+        if self.strict and (self.max_graphs or self.graph_bytes):
             raise InvalidOptionError(
                 "under a limit of graphs some steps run eagerly, and strict allows none",
                 got=f"strict=True, max_graphs={self.max_graphs}, graph_bytes={self.graph_bytes}",
                 advice="leave strict out; the reasons of a report count eager steps",
             )
-
-    @property
-    def limited(self) -> bool:
-        """Whether there is a limit of graphs."""
-        return self.max_graphs is not None or self.graph_bytes is not None
 
     @classmethod
     def from_dict(cls, options: Mapping[str, object]) -> GraphOptions:

@@ -216,15 +216,14 @@ class GraphWrapper(errors.Uncopied):
         self.options = options or GraphOptions()
         mode = None if graphs_off() else self.runtime_mode
         self._graphs = WrapperGraphs(mode, self.pool, self.options, read_context, trials)
-        self._limit: GraphLimit | None = None
-        if self.options.limited:
+        self._limit = GraphLimit.of(self.options, self.pool)
+        if self._limit is not None:
             if not self.options.lazy:
                 raise errors.InvalidOptionError(
                     "a wrapper that does not capture lazily has the graphs that its host asks for",
                     got="max_graphs or graph_bytes, and lazy=False",
                     advice="GraphOptions(lazy=True, max_graphs=...)",
                 )
-            self._limit = GraphLimit(self.options, self.pool)
             self._count_in(self._limit)
         # Makes the recorder of one capture.
         self._new_recorder = partial(
@@ -365,7 +364,7 @@ class GraphWrapper(errors.Uncopied):
             entry, result = record()
         else:
             key = context.mode, context.descriptor
-            entry, result = limit.capture(key, record, self._evict)
+            entry, result = limit.capture(key, record, lambda key: self.destroy_graphs(key[1]))
             if context.descriptor not in graphs.entries:  # it took too much
                 return result
         entry.unchecked = graphs.checks
@@ -415,9 +414,6 @@ class GraphWrapper(errors.Uncopied):
         if transaction is None:
             pool.pieces.captured(self, context)
         return entry, result
-
-    def _evict(self, key: CaptureKey) -> None:
-        self.destroy_graphs(key[1])
 
     def _tell_pool(self, context: ForwardContext) -> None:
         """Count a capture in the pool, unless the maker of the transaction does."""

@@ -343,8 +343,6 @@ class GraphTable:
 
 def _limit_of(setup: RunnerSetup) -> GraphLimit | None:
     options, modes = setup.options, {mode.name for mode, _ in setup.plan.keys}
-    if not options.limited:
-        return None
     if options.max_graphs is not None and options.max_graphs < len(modes):
         raise errors.InvalidOptionError(
             "max_graphs is less than the modes, of each of which the largest graph stays",
@@ -352,4 +350,4 @@ def _limit_of(setup: RunnerSetup) -> GraphLimit | None:
             expected=", ".join(sorted(modes)),
             advice=f"max_graphs={len(modes)} at least, or another mode=",
         )
-    return GraphLimit(options, setup.pool, ranked=setup.host.ranks is not None)
+    return GraphLimit.of(options, setup.pool, ranked=setup.host.ranks is not None)
