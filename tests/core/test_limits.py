@@ -28,7 +28,12 @@ from graphrt import (
     forward_context,
 )
 from graphrt.core.capture import limit as limits
-from graphrt.errors import CaptureSealedError, InvalidOptionError, ResourceExhaustedError
+from graphrt.errors import (
+    CaptureError,
+    CaptureSealedError,
+    InvalidOptionError,
+    ResourceExhaustedError,
+)
 from tests.draws import MORE
 
 FULL, PIECEWISE = GraphMode.FULL, GraphMode.PIECEWISE
@@ -96,6 +101,15 @@ def sizes_of(owner: GraphWrapper | KeyedGraphs) -> list[int]:
     return sorted(descriptor.num_tokens for descriptor in owner.entries)
 
 
+def device_free(device: str) -> int:
+    """Free memory of the device by its driver, without what torch's allocator keeps unused."""
+    if device == "cpu":
+        return 0
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0]
+
+
 USUAL = limits.PACE, limits.REST
 
 
@@ -125,15 +139,19 @@ def test_300_sizes_under_a_limit_are_right_and_their_memory_stays_level(
     if device != "cpu" and "graph_bytes" in limit:
         limit = {"graph_bytes": 24 << 20}  # memory comes in larger pieces
     owner, step = make(forward, **limit)
-    held, captures = [], []
+    for size in range(1, 301):
+        forward.input_of(size)
+    held, captures, free = [], [], []
     for number in range(2000):
         size = draw.randint(1, 300)
         assert torch.equal(step(size), forward(forward.input_of(size)))
         if number % 250 == 249:
             held.append(owner.pool.bytes())
             captures.append(owner.limit_report.captures)
+            free.append(device_free(device))
     report = owner.limit_report
     assert max(held[2:]) <= 1.3 * max(held[:2])
+    assert min(free[2:]) >= min(free[:2]) - (32 << 20)
     assert report.evictions
     if "max_graphs" in limit:
         assert report.graphs <= 20
@@ -316,6 +334,14 @@ def test_a_key_that_its_host_captures_takes_a_place_at_once():
     assert sorted(lone) == [9]
 
 
+def test_without_a_limit_a_key_is_captured_at_its_first_run():
+    forward = Forward("cpu")
+    graphs, step = keyed(forward)
+    for size in [4, 5, 4, 5]:
+        assert torch.equal(step(size), forward(forward.input_of(size)))
+    assert list(graphs) == [4, 5] and graphs.limit_report is None
+
+
 def test_keys_without_a_size_have_no_largest_graph():
     forward = Forward("cpu")
     graphs = KeyedGraphs(GraphPool("cpu"), options=GraphOptions(max_graphs=1))
@@ -454,6 +480,41 @@ def test_a_lazy_runner_of_300_sizes_is_right_and_its_memory_stays_level(device: 
     assert max(after - before for before, after in itertools.pairwise(captures)) <= 250 / 50
     line = next(line for line in str(runner.report()).splitlines() if line.startswith("Limit: "))
     assert "20 graphs of 20" in line and "evicted" in line
+
+
+def test_the_first_step_of_a_lazy_runner_captures_the_largest_of_each_mode():
+    forward = Forward("cpu")
+    runner = runner_of(forward, [1, 2, 4, 8], "FULL_AND_PIECEWISE", max_graphs=3)
+    for _ in range(2):
+        x = forward.input_of(2)
+        torch.testing.assert_close(runner(x=x), forward(x), rtol=1e-4, atol=1e-4)
+        assert 8 in captured(runner, FULL) and 8 in captured(runner, PIECEWISE)
+    assert len(runner.report().graphs) == 3
+
+
+def test_bytes_below_the_largest_graph_are_an_error_at_the_first_step_of_a_small_batch():
+    forward = Forward("cpu")
+    runner = runner_of(forward, [1, 9000], graph_bytes=1 << 20)
+    with pytest.raises(InvalidOptionError, match=r"FULL \[9000 tokens.* takes"):
+        runner(x=forward.input_of(1))
+    assert runner.pool.bytes() == 0
+    x = forward.input_of(1)
+    assert torch.equal(runner(x=x), forward(x))
+
+
+def test_pieces_in_another_pool_than_their_runners_are_refused_under_a_limit():
+    piece = GraphWrapper(Forward("cpu"), PIECEWISE, pool=GraphPool("cpu"))
+    runner = GraphRunner(
+        piece,
+        mode="PIECEWISE",
+        pieces="fx",
+        sizes=[4],
+        platform="cpu",
+        inputs={"x": InputSpec(torch.float32, ("tokens", WIDTH))},
+        options=GraphOptions(max_graphs=2),
+    )
+    with pytest.raises(CaptureError, match="in the runner's own pool"):
+        runner.capture()
 
 
 def test_a_batch_of_an_evicted_graph_takes_the_next_larger_one():
