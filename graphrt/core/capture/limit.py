@@ -246,7 +246,7 @@ class GraphLimit:
             _name(victim),
             self._uses[victim],
             len(self._window),
-            _name(room_for),
+            "want of room" if room_for == victim else _name(room_for),
             self.report(),
         )
 

@@ -590,6 +590,15 @@ class GraphPool(errors.Uncopied):
                     self.platform.release_memory(memory)
                 del self.classes[size_class]
 
+    def _memories(self) -> list[Any]:
+        # During a capture into a class that is `memory`.
+        every = self.memory, *(memory for memory, _ in self.classes.values())
+        return list({id(memory): memory for memory in every}.values())
+
+    def _is_in_graphs(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` is in the memory of graphs, of any size."""
+        return any(self.platform.owns(memory, tensor) for memory in self._memories())
+
     def _owns(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` is memory of the pool; never for a sparse one, which has several."""
         has_one = tensor.layout is torch.strided and not self.closed
@@ -599,11 +608,7 @@ class GraphPool(errors.Uncopied):
         """Bytes the pool holds from the device, where that can be told."""
         if self.closed:
             return None
-        # During a capture into a class that is `memory`.
-        memories = {
-            id(each): each for each in (self.memory, *(m for m, _ in self.classes.values()))
-        }
-        held = [self.platform.memory_bytes(each) for each in memories.values()]
+        held = [self.platform.memory_bytes(each) for each in self._memories()]
         return None if None in held else sum(filter(None, held))
 
     def update_figures(self) -> UpdateFigures | None:
