@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import logging
 import random
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,8 @@ from graphrt import (
     forward_context,
 )
 from graphrt.core.capture import limit as limits
+from graphrt.cpu import CpuPlatform
+from graphrt.cpu.graph import TapeGraph
 from graphrt.errors import (
     CaptureError,
     CaptureSealedError,
@@ -382,6 +385,36 @@ def test_pieces_of_one_step_come_and_go_together():
     assert pieces[0].limit_report.evictions > 3
 
 
+def test_pieces_with_other_limits_than_those_before_them_run_eagerly_behind_a_replay():
+    pool, first, second = GraphPool("cpu"), Forward("cpu"), Forward("cpu")
+    pieces = [
+        GraphWrapper(
+            forward, PIECEWISE, pool=pool, options=GraphOptions(lazy=True, max_graphs=most)
+        )
+        for forward, most in ((first, 4), (second, 1))
+    ]
+    middle = {size: torch.zeros(size, WIDTH) for size in range(1, 5)}
+    for size in [4, 3, 2, *[1, 2, 3] * 6]:
+        with forward_context(PIECEWISE, BatchDescriptor(size)):
+            middle[size].copy_(pieces[0](first.input_of(size)))
+            out = pieces[1](middle[size])
+        assert torch.equal(out, second(first(first.input_of(size))))
+    assert sizes_of(pieces[0]) == [1, 2, 3, 4] and sizes_of(pieces[1]) == [4]
+
+
+def test_where_its_host_has_dropped_a_graph_there_is_room_again():
+    unlimited, step = wrapped(Forward("cpu"), max_graphs=9)
+    for size in [1100, 9]:
+        step(size)
+    wrapper, step = wrapped(Forward("cpu"), graph_bytes=unlimited.pool.bytes())
+    for size in [1100, 9, 600, 5]:
+        step(size)
+    assert sizes_of(wrapper) == [9, 1100]
+    wrapper.drop(BatchDescriptor(9))
+    step(4)
+    assert sizes_of(wrapper) == [4, 1100]
+
+
 def test_a_limit_and_strict_or_a_wrapper_that_is_not_lazy_are_refused():
     with pytest.raises(InvalidOptionError, match="strict"):
         GraphOptions(strict=True, max_graphs=2)
@@ -568,6 +601,48 @@ def test_capture_stops_at_a_number_of_graphs_with_the_largest_of_each_mode(
     runner.release()
     runner.capture()
     assert len(runner.report().graphs) == 5
+
+
+def test_the_graph_of_a_runner_that_serves_the_fewest_steps_goes():
+    forward = Forward("cpu")
+    runner = runner_of(forward, [1, 2, 4, 8], max_graphs=3)
+    for size in [8, 4, 2, *[4] * 9, 1, 1, 1]:
+        runner(x=forward.input_of(size))
+    assert captured(runner) == [1, 4, 8]
+
+
+class Executables(CpuPlatform):
+    """The CPU, whose driver takes a MiB for each graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._graphs = weakref.WeakSet[TapeGraph]()
+
+    def new_graph(self) -> TapeGraph:
+        graph = super().new_graph()
+        self._graphs.add(graph)
+        return graph
+
+    def driver_bytes(self) -> int:
+        return len(self._graphs) << 20
+
+
+@pytest.mark.parametrize("capture_next", [False, True])
+def test_capture_keeps_its_first_graphs_where_executables_reach_the_bytes(capture_next: bool):
+    forward = Forward("cpu")
+    forward.device = Executables()
+    runner = runner_of(forward, [1, 2, 3, 4, 5, 8], lazy=False, graph_bytes=(7 << 20) // 2)
+    forward.device = "cpu"
+    if capture_next:
+        while runner.capture_next():
+            pass
+    else:
+        runner.capture()
+    first = [key[1].num_tokens for key in runner.plan.capture_order(limited=True)][:3]
+    assert captured(runner) == sorted(first) and first[0] == 8
+    limit = runner.report().limit
+    assert limit is not None and limit.executable_bytes == 3 << 20
+    assert "3.0 MiB of executables" in str(limit) and limit.captures == 4
 
 
 def test_capture_stops_where_the_pool_has_grown_to_the_bytes():
