@@ -143,28 +143,27 @@ class GraphLimit:
         evict: Callable[[CaptureKey], object],
         *,
         wanted: bool = False,
-        alone: bool = False,
+        shared: bool = False,
         agree: Callable[[bool], bool] | None = None,
     ) -> T:
         """Call `capture`, which captures this graph, in the memory of its size. Then `evict` ends
         those in its way: a capture that fails takes nobody's place. Where none may go it ends this
         one, which is not captured again.
 
-        One that is `wanted` is not weighed against the uses of others. `alone` captures into the
-        pool's own memory, and no other graph goes: of what graphs share only executables come back.
-        Ranks `agree` on whether one of them lacks bytes.
+        One that is `wanted` is not weighed against the uses of others. A `shared` one is captured
+        into the pool's own memory. Ranks `agree` on whether one of them lacks bytes.
 
         Raises `InvalidOptionError` if the first graph of a mode finds no room, and
         `ResourceExhaustedError` for a wanted one that finds no place.
         """
         self.has_room()
-        result = self._measured(key, None if alone else key[1].num_tokens, capture)
+        result = self._measured(key, None if shared else key[1].num_tokens, capture)
         self._count()
         while key in self._graphs and self._is_over(agree):
             self._is_full, self._last_swap = True, self._steps
             report, took = self.report(), self._graphs[key].took_bytes
             is_huge = self._weighs_bytes and took > (self.graph_bytes or inf)
-            victim = None if alone or is_huge else self._victim(key)
+            victim = None if is_huge else self._victim(key)
             if victim is None:
                 self._evict(key, evict, key)
                 if self.graph_bytes is not None:

@@ -330,9 +330,9 @@ class RunnerCapture:
             if limit is None:
                 capture()
             elif self._for_step or limit.has_room():
-                key, alone = (graph.mode, graph.descriptor), not self._for_step
+                key, shared = (graph.mode, graph.descriptor), not self._for_step
                 agree = None if ranks is None else partial(ranks.agree_on_attempt, graphs)
-                limit.capture(key, capture, graphs.evict, alone=alone, agree=agree)
+                limit.capture(key, capture, graphs.evict, shared=shared, agree=agree)
             else:
                 graphs.leave_out(graphs.missing())
         except errors.ResourceExhaustedError as error:
