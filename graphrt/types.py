@@ -7,6 +7,7 @@ from graphrt._homes import at_home
 from graphrt.core.batch.context import Announcer
 from graphrt.core.batch.descriptor import Axis
 from graphrt.core.batch.modes import Mode
+from graphrt.core.capture.limit import LimitReport
 from graphrt.core.capture.wrapper import CallChecks
 from graphrt.core.dispatch.reasons import Agreed
 from graphrt.core.inputs.outputs import OutputAxes
@@ -50,6 +51,7 @@ __all__ = [
     "InputAxes",
     "Inputs",
     "LeftOut",
+    "LimitReport",
     "Look",
     "MakeExample",
     "Mode",

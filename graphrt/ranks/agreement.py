@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import platform as host
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -28,6 +29,7 @@ from graphrt.core.batch.descriptor import (
     unpadded,
 )
 from graphrt.core.batch.modes import GraphMode
+from graphrt.core.capture.limit import GraphLimit
 from graphrt.core.dispatch.dispatcher import GraphDispatcher
 from graphrt.core.dispatch.reasons import Dispatch, Reason
 from graphrt.core.runner.graph_table import GraphTable
@@ -132,6 +134,7 @@ class Agreement:
             "check": [str(setup.options.check)],
             "outputs": [str(setup.options.outputs)],
             "lazy": [str(setup.options.lazy)],
+            "limit": [f"{setup.options.max_graphs} graphs, {setup.options.graph_bytes} bytes"],
         }
 
     # Votes ---------------------------------------------------------------------------------------
@@ -206,10 +209,13 @@ class Agreement:
         to_try, failed = graphs.checks.for_vote()
         weaker = dict.fromkeys(to_try, TRIED) | dict.fromkeys(failed, UNUSABLE)
         lazy = graphs.sealing.may_capture and not graphs.checks.changed_settings()
-        vote = self._vote_by(ballot, batch, weaker, graphs.left_out if lazy else None)
+        again = partial(self._vote_by, ballot, batch, weaker)
+        vote = again(graphs.left_out if lazy else None)
         live = idle_batch_of(BatchDescriptor(1)) if batch is None else settled(checked_batch(batch))
         tokens = live.num_tokens
         vote.rows = tokens, live.num_reqs or min(tokens, graphs.setup.inputs.reqs)
+        if lazy and graphs.limit is not None:
+            vote.limit, vote.without_captures = graphs.limit, partial(again, None)
         return vote
 
     def _vote_by(
@@ -285,6 +291,12 @@ class Agreement:
             )
             self.fail(error)
             raise error
+        limit = pending.limit
+        if tally.least == MISSING and limit is not None and not limit.admits(graph[:2]):
+            # All ranks count the same misses: all of them vote again, on what is captured.
+            second = pending.without_captures()
+            second.rows = pending.rows
+            return self._result(second)
         return Answer(graph, tally.least == TRIED)
 
     def _largest(self, tokens: int, reqs: int) -> tuple[int, int]:
@@ -417,6 +429,9 @@ class PendingVote:
         # The rows of a runner's batch: without a graph for all, each rank takes the most of any.
         self.rows: tuple[int, int] | None = None
         self.graphs: Sequence[Dispatch] = ()
+        # Of a runner that captures lazily under a limit: that, and what votes again.
+        self.limit: GraphLimit | None = None
+        self.without_captures: Callable[[], PendingVote]
         self.facts = facts
         self.sent = sent
         self.votes = votes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -79,7 +78,7 @@ class RunnerChecks(Checks):
             self.warmed_up,
             pad_rows=[*padded_inputs.index_pads(declared).values()],
             with_rows=frozenset[str]().union(*declared.by_axis.values()),
-            is_in_graphs=partial(platform.owns, setup.pool.memory),
+            is_in_graphs=setup.pool._is_in_graphs,
             has_parts=setup.plan.mode.has_piecewise,
             padding=self.padding,
             capture_executes=platform.capture_executes,

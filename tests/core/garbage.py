@@ -386,6 +386,7 @@ TARGETS: dict[str, Target] = {
     "KeyedGraphs": constructor(KeyedGraphs),
     "KeyedGraphs.capture": of_keyed("capture", key="two", forward=lambda: torch.ones(2) + 1),
     # Python's own error of a mapping.
+    "KeyedGraphs.run": of_keyed("run", key="two", forward=lambda: torch.ones(2) + 1),
     "KeyedGraphs.replay": of_keyed("replay", own=(KeyError, TypeError), key="one"),
     "KeyedGraphs.drop": of_keyed("drop", key="one"),
     "KeyedGraphs[]": of_keyed("__getitem__", own=(KeyError, TypeError), key="one"),

@@ -106,6 +106,31 @@ def test_lazy_ranks_capture_the_graph_that_was_voted() -> None:
     assert {step[2] for step in by_rank[0]["steps"]} == {"HIT"}
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    rest_long([("max_graphs", 3), ("max_graphs", 1), ("graph_bytes", 1 << 20)], ("max_graphs", 3)),
+)
+def test_lazy_ranks_under_a_limit_capture_and_evict_the_same_graphs(name: str, value: int) -> None:
+    """Idle ranks, batches of different sizes, and collectives over rows; on one rank memory holds
+    twice as much, so that it alone lacks bytes."""
+    case = {"sizes": list(range(1, 17)), "steps": 200, "idle": 0.1, "lazy": True, "pace": 2}
+    greedy = {"of_rank": {"1": {"greedy": True}}}
+    by_rank = launch({**case, "sums_rows": True, "limit": {name: value}, **greedy}, 2)
+    assert_same(by_rank)
+    graphs, captures, evictions = by_rank[0]["log"][-1]
+    assert graphs == captures - evictions < 16
+    assert evictions or value == 1
+    assert graphs <= value
+    assert by_rank[0]["reasons"]["HIT"] > 50
+
+
+def test_a_limit_that_is_too_small_on_one_rank_is_an_error_on_all() -> None:
+    case = {"sizes": [8192], "steps": 1, "limit": {"graph_bytes": 1 << 20}}
+    for seen in launch({**case, "of_rank": {"1": {"greedy": True}}}, 2).values():
+        assert seen["error"] == "InvalidOptionError"
+        assert "graph_bytes is less than a graph alone takes" in seen["text"]
+
+
 def test_capture_next_captures_the_same_graphs_on_all_ranks() -> None:
     case = {"sizes": SIZES, "steps": 20, "next": True}
     by_rank = launch(case, 2)

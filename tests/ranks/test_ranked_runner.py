@@ -190,3 +190,10 @@ def test_a_ranked_step_that_raises_ends_the_agreement(agreement: Agreement) -> N
 def test_a_ranks_argument_that_cannot_vote_is_refused() -> None:
     with pytest.raises(InvalidOptionError, match="ranks"):
         Host(ranks=object())  # type: ignore[arg-type]
+
+
+def test_a_number_of_graphs_leaves_out_the_same_ones_on_all_ranks(agreement: Agreement):
+    runner = runner_of(agreement, max_graphs=2)
+    runner.capture()
+    assert [graph.descriptor.num_tokens for graph in runner.report().graphs] == [4, 1]
+    assert_steps(runner, 2, Reason.HIT)

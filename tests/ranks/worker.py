@@ -33,6 +33,7 @@ from graphrt import (
     errors,
 )
 from graphrt.core.base.errors import GraphRTError
+from graphrt.core.capture import limit as limits
 from graphrt.core.device.contract import Capability
 from graphrt.cpu import CpuPlatform
 from graphrt.ranks import Agreement
@@ -45,6 +46,13 @@ class Tried(CpuPlatform):
 
     capture_executes = False
     capabilities = CpuPlatform.capabilities | {Capability.FREE_FAILURES}
+
+
+class Greedy(CpuPlatform):
+    """The CPU, on which memory holds twice as much."""
+
+    def memory_bytes(self, memory: Any) -> int:
+        return 2 * super().memory_bytes(memory)
 
 
 class FirstCalls:
@@ -131,6 +139,7 @@ def main(
     reasons: dict[str, int],
 ) -> None:
     group = dist.new_group(backend="gloo")
+    limits.PACE, limits.REST = case.get("pace", limits.PACE), case.get("pace", limits.REST)
     model = Model(group, log, counts=case.get("counts", False))
     model.sums_rows = case.get("sums_rows", False)
     model.is_alone = case.get("alone", False)
@@ -148,9 +157,10 @@ def main(
             options=GraphOptions(
                 check=mine.get("check", case.get("check", "capture")),
                 lazy=case.get("lazy", False),
+                **case.get("limit", {}),
             ),
             host=Host(ranks=agreement, bind=FirstCalls(*mine.get("fails_at", ()))),
-            platform=Tried() if case.get("tried") else "cpu",
+            platform=Tried() if case.get("tried") else Greedy() if mine.get("greedy") else "cpu",
             **plan,
         ) as runner,
     ):
@@ -164,6 +174,9 @@ def main(
             raise
         if case.get("tried"):
             log += [[each.descriptor.num_tokens, each.attempts] for each in runner.report().graphs]
+        if "limit" in case:
+            figures = runner.report().limit
+            log.append([figures.graphs, figures.captures, figures.evictions])
         reasons.update({reason.name: n for reason, n in runner.report().reasons.items() if n})
 
 

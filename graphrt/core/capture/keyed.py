@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base.errors import CaptureError, CaptureSealedError, NestedCaptureError, Uncopied
-from graphrt.core.base.option_values import check_callable, check_hashable, check_kind, shown
+from graphrt.core.base.option_values import MOST, check_callable, check_hashable, check_kind, shown
 from graphrt.core.batch.context import CaptureTransaction, ForwardContext
 from graphrt.core.batch.descriptor import BatchDescriptor
-from graphrt.core.batch.modes import GraphMode
-from graphrt.core.capture.options import GraphOptions
+from graphrt.core.batch.modes import GraphMode, graphs_off
+from graphrt.core.capture.limit import GraphLimit, LimitReport
+from graphrt.core.capture.options import NO_LIMIT, GraphOptions
 from graphrt.core.capture.refusals import NESTED_CAPTURE
 from graphrt.core.capture.wrapper import CallChecks, GraphWrapper, wrapper_class
+from graphrt.core.plan.sizes import CaptureKey
 from graphrt.core.replay.entry import Entry, SegmentHooks
 from graphrt.core.replay.pool import GraphPool, in_turn
 from graphrt.core.replay.recording import is_inside_capture, under_way
@@ -26,7 +28,8 @@ class KeyedGraphs(Uncopied):
     """FULL graphs of a host that has keys of its own, and dispatches by them.
 
     `graphs.capture(key, forward)` captures at once, sealed or not, and `graphs[key].replay()`
-    replays. Like `torch.cuda.CUDAGraph`, a graph reads what its forward read where it was.
+    replays; `graphs.run(key, forward)` does what a limit of graphs allows. Like
+    `torch.cuda.CUDAGraph`, a graph reads what its forward read where it was.
     """
 
     def __init__(
@@ -41,17 +44,41 @@ class KeyedGraphs(Uncopied):
         `GraphWrapper`. With `trials=WrapperTrials` each graph has one, which checks it as it does a
         wrapper's; it keeps its forward."""
         check_kind("pool", pool, GraphPool)
+        check_kind("options", options, GraphOptions)
         if trials is not None:
             check_callable("trials", trials)
         self.pool = GraphPool() if pool is None else pool
         make, mode = wrapper_class(self.pool.platform), GraphMode.FULL
+        own = None if options is None else options.merged(NO_LIMIT)
         # Makes the wrapper of one graph.
-        self._wrap = partial(make, runtime_mode=mode, pool=self.pool, options=options, hooks=hooks)
+        self._wrap = partial(make, runtime_mode=mode, pool=self.pool, options=own, hooks=hooks)
         # Raises now, not at the first capture, if an option is wrong.
         self._wrap(_destroyed)
         self._new_trials = trials
         # key -> its graph, which may have been destroyed together with all others of the pool.
         self._graphs: dict[Hashable, KeyedGraph] = {}
+        self._limit = GraphLimit.of(options, self.pool)
+
+    @property
+    def limit_report(self) -> LimitReport | None:
+        """What the graphs hold under `max_graphs` or `graph_bytes`; None without a limit."""
+        return None if self._limit is None else self._limit.report()
+
+    def run(self, key: Hashable, forward: Callable[[], Any]) -> Any:
+        """Replay the graph of a key. Where there is none, capture it if the limit allows that now,
+        else call `forward`, the same for a key always. Raises what `capture` and `replay` do."""
+        check_callable("forward", forward)
+        check_hashable("the key of a graph", key)
+        if key in self:
+            return self[key].replay()
+        if graphs_off():
+            return forward()
+        if self._limit is not None:
+            with self.pool.capture_lock:
+                is_admitted = self._limit.admits((GraphMode.FULL, self._descriptor(key)))
+            if not is_admitted:
+                return forward()
+        return self._capture(key, forward)[1]
 
     def capture(self, key: Hashable, forward: Callable[[], Any]) -> KeyedGraph:
         """Capture `forward`, which takes no arguments: it reads and writes memory that stays.
@@ -60,10 +87,22 @@ class KeyedGraphs(Uncopied):
         matter. From several threads, captures wait for one another. If `pool.on_capture` raises,
         the graph is there all the same. Raises `CaptureError` for a key that has a graph,
         `InvalidBatchError` for one that cannot be hashed, `PoolClosedError`, and what captures
-        raise; `NestedCaptureError` inside of another capture.
+        raise; `NestedCaptureError` inside of another capture. Under a limit the least used graph
+        makes room; `ResourceExhaustedError` where none may.
         """
         check_callable("forward", forward)
-        descriptor = BatchDescriptor(1, variant=key)
+        return self._capture(key, forward, wanted=True)[0]
+
+    def _descriptor(self, key: Hashable) -> BatchDescriptor:
+        # Under a limit a whole number is a size, and the graph of the largest stays.
+        is_size = self._limit is not None and type(key) is int and 0 < key < MOST
+        return BatchDescriptor(cast(int, key) if is_size else 1, variant=key)
+
+    def _capture(
+        self, key: Hashable, forward: Callable[[], Any], *, wanted: bool = False
+    ) -> tuple[KeyedGraph, Any]:
+        """Returns the graph, and what this call of the forward returned."""
+        descriptor = self._descriptor(key)
         if is_inside_capture():
             raise NESTED_CAPTURE()
         # The device's lock, and no second one: a thread that captures, and so has the first, may
@@ -71,16 +110,25 @@ class KeyedGraphs(Uncopied):
         with self.pool.capture_lock:
             trials = None if self._new_trials is None else self._new_trials()
             wrapper = self._wrap(forward, trials=trials)
-            graph = self._captured(key, descriptor, wrapper)
+            capture = partial(self._captured, key, descriptor, wrapper)
+            if self._limit is None:
+                graph, outputs = capture()
+            else:
+                wrapper._count_in(self._limit)
+                named = GraphMode.FULL, descriptor
+                graph, outputs = self._limit.capture(named, capture, self._evict, wanted=wanted)
         # After the lock: `pool.on_capture` may wait for another thread that captures.
-        if not graph.is_eager:
+        if graph.alive and not graph.is_eager:
             self.pool._captured(wrapper, descriptor)
-        return graph
+        return graph, outputs
+
+    def _evict(self, key: CaptureKey) -> None:
+        in_turn(self.pool, "KeyedGraphs.run()", partial(self._destroy, [key[1].variant]))
 
     @undoing
     def _captured(
         self, undo: Undo, key: Hashable, descriptor: BatchDescriptor, wrapper: GraphWrapper
-    ) -> KeyedGraph:
+    ) -> tuple[KeyedGraph, Any]:
         self.pool.check_open()
         if key in self:
             raise CaptureError(
@@ -99,7 +147,7 @@ class KeyedGraphs(Uncopied):
         with context:
             outputs = wrapper()
         graph = self._graphs[key] = KeyedGraph(key, descriptor, wrapper, outputs)
-        return graph
+        return graph, outputs
 
     def replay(self, key: Hashable, updates: Updates | Any = None) -> Any:
         """`self[key].replay(updates)`; raises `KeyError` for a key without a graph."""

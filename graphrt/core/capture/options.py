@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from graphrt.core.base import option_values
 from graphrt.core.base.errors import CaptureSealedError, InvalidOptionError
@@ -37,6 +37,9 @@ class GraphOptions:
     - `breaks` (none): operators, "ns::op" or "ns::op.overload", at which breakable capture breaks,
       and which may not be captured in a PIECEWISE step at all.
     - `lazy` (False): capture a graph at the first step that asks for it, until `seal()`.
+    - `max_graphs` (None), `graph_bytes` (None): the most graphs that a runner, a lazy wrapper or
+      `KeyedGraphs` has, and the most bytes that these take, executables included. Lazily the least
+      used graph makes room; `capture()` stops there. See `docs/how-to/memory.md`.
     - `strict` (False): raise where a step would run eagerly after `capture()` or `seal()` though it
       should have a graph, and where the mode, or what is captured, is less than was asked for.
       Before that steps are eager all the same.
@@ -73,9 +76,17 @@ class GraphOptions:
     max_padding: float | None = None
     state_limit_bytes: int | None = None
     inputs_in_graph: bool = True
+    max_graphs: int | None = None
+    graph_bytes: int | None = None
 
     def __post_init__(self) -> None:
         option_values.check_fields(self, _CHECKS)
+        if self.strict and (self.max_graphs or self.graph_bytes):
+            raise InvalidOptionError(
+                "under a limit of graphs some steps run eagerly, and strict allows none",
+                got=f"strict=True, max_graphs={self.max_graphs}, graph_bytes={self.graph_bytes}",
+                advice="leave strict out; the reasons of a report count eager steps",
+            )
 
     @classmethod
     def from_dict(cls, options: Mapping[str, object]) -> GraphOptions:
@@ -129,6 +140,9 @@ class GraphOptions:
         return {**options, "breaks": list(self.breaks)}
 
 
+NO_LIMIT: Final = {"max_graphs": None, "graph_bytes": None}
+"""Options of a wrapper whose owner has the limit."""
+
 _CHECKS: dict[str, option_values.Check] = {
     "outputs": option_values.choice("pool", "static", "clone"),
     "breaks": option_values.operators,
@@ -140,6 +154,8 @@ _CHECKS: dict[str, option_values.Check] = {
     "max_padding": option_values.optional(option_values.padding_ratio),
     "state_limit_bytes": option_values.optional(option_values.whole(0, _LEAST_STATE)),
     "inputs_in_graph": option_values.flag,
+    "max_graphs": option_values.optional(option_values.whole(1, 64)),
+    "graph_bytes": option_values.optional(option_values.whole(1, 1 << 30)),
 }
 
 

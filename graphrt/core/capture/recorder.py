@@ -414,6 +414,7 @@ class Recorder:
         )
         if recorded:
             self.parts.append(segment)
+            self.pool.graphs[graph] = self.pool.memory
         self._open = None
         if not recorded or platform.capture_executes:
             return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
@@ -14,6 +14,7 @@ from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.batch.context import ForwardContext, current_context
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode, graphs_off
+from graphrt.core.capture.limit import GraphLimit, LimitReport
 from graphrt.core.capture.options import GraphOptions, Sealing
 from graphrt.core.capture.recorder import Bridges, Recorder
 from graphrt.core.device.contract import DeviceGraph
@@ -21,6 +22,7 @@ from graphrt.core.device.platform import Platform
 from graphrt.core.device.registry import resolve_platform
 from graphrt.core.dispatch.dispatcher import GraphDispatcher
 from graphrt.core.dispatch.reasons import Reason
+from graphrt.core.plan.sizes import CaptureKey
 from graphrt.core.replay.entry import Entry, SegmentHooks, bound_arguments, graphs_of, name_of
 from graphrt.core.replay.pool import GraphPool, in_turn
 from graphrt.core.replay.recording import is_inside_capture, under_way
@@ -147,6 +149,16 @@ class WrapperGraphs:
             self.bridges.clear()
 
 
+class CountedGraphs(WrapperGraphs):
+    """As `WrapperGraphs`, under a limit: each replay is noted in `asked`."""
+
+    asked: deque[CaptureKey]
+
+    def replay(self, entry: Entry, context: ForwardContext) -> Any:
+        self.asked.append((context.mode, entry.descriptor))
+        return super().replay(entry, context)
+
+
 class GraphWrapper(errors.Uncopied):
     """Wraps `runnable` so that steps of `runtime_mode` capture and replay it.
 
@@ -204,6 +216,15 @@ class GraphWrapper(errors.Uncopied):
         self.options = options or GraphOptions()
         mode = None if graphs_off() else self.runtime_mode
         self._graphs = WrapperGraphs(mode, self.pool, self.options, read_context, trials)
+        self._limit = GraphLimit.of(self.options, self.pool)
+        if self._limit is not None:
+            if not self.options.lazy:
+                raise errors.InvalidOptionError(
+                    "a wrapper that does not capture lazily has the graphs that its host asks for",
+                    got="max_graphs or graph_bytes, and lazy=False",
+                    advice="GraphOptions(lazy=True, max_graphs=...)",
+                )
+            self._count_in(self._limit)
         # Makes the recorder of one capture.
         self._new_recorder = partial(
             Recorder,
@@ -324,6 +345,11 @@ class GraphWrapper(errors.Uncopied):
             self._eager_calls[Reason.MISSING_GRAPH] += 1
             return _EAGERLY
         allowed = transaction is not None or self._sealing.may_capture
+        limit = None if transaction is not None else self._limit
+        if allowed and limit is not None and context.descriptor is not None:
+            # Behind a replay of its step nothing is captured: a piece waits for one that captures.
+            is_first = context.token is None or self.pool.pieces.replaying is not context.token
+            allowed = limit.admits((context.mode, context.descriptor)) and is_first
         if context.descriptor is None or not allowed:
             self._eager_calls[self._sealing.miss(context, graphs.entries)] += 1
             self._miss(context)
@@ -333,7 +359,14 @@ class GraphWrapper(errors.Uncopied):
         recorder = self._new_recorder(
             self.pool, graphs.bridges, context, (args, kwargs), owned=self._owner_served
         )
-        entry, result = self._record(recorder, args, kwargs)
+        record = partial(self._record, recorder, args, kwargs)
+        if limit is None:
+            entry, result = record()
+        else:
+            key = context.mode, context.descriptor
+            entry, result = limit.capture(key, record, lambda key: self.destroy_graphs(key[1]))
+            if context.descriptor not in graphs.entries:  # it took too much
+                return result
         entry.compares_next = graphs.checks
         if graphs.trials is not None:
             graphs.trials.captured(self, entry.descriptor)
@@ -402,6 +435,11 @@ class GraphWrapper(errors.Uncopied):
         return MappingProxyType(self._graphs.entries)
 
     @property
+    def limit_report(self) -> LimitReport | None:
+        """What the graphs hold under `max_graphs` or `graph_bytes`; None without a limit."""
+        return None if self._limit is None else self._limit.report()
+
+    @property
     def sealed(self) -> bool:
         """Whether nothing is captured any more."""
         return self._sealing.closed
@@ -425,6 +463,12 @@ class GraphWrapper(errors.Uncopied):
         self._owner_served = True
         graphs = self._graphs
         graphs.fresh_containers = graphs.checks = graphs.always_checks = False
+
+    def _count_in(self, limit: GraphLimit) -> None:
+        """Tell `limit` each replay."""
+        graphs: Any = self._graphs
+        # Another class, so that replays without a limit are not asked whether they have one.
+        graphs.__class__, graphs.asked = CountedGraphs, limit.asked
 
     def seal(self) -> None:
         """Capture nothing any more: an unseen descriptor runs eagerly, counted, or raises."""
@@ -461,6 +505,8 @@ class GraphWrapper(errors.Uncopied):
             )
         self.pool.holders.remove(self)
         self._graphs.pool = self.pool = pool
+        if self._limit is not None:
+            self._limit.pool = pool
         pool.holders.add(self)
 
     def clear_graphs(self) -> None:

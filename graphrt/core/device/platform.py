@@ -149,8 +149,9 @@ class Platform(ABC):
 
     def reset_graphs(self, graphs: Sequence[DeviceGraph]) -> None:
         """Destroy graphs, which may still be running: a device may lose the streams of a graph
-        that is reset under way, so the default waits for the device first. Called under the
-        capture lock, because some devices allow no synchronisation while anything is captured."""
+        that is reset under way, so the default waits for the device first. The current stream waits
+        for their last replay already. Called under the capture lock, because some devices allow no
+        synchronisation while anything is captured."""
         if graphs:
             self.synchronize()
         for graph in graphs:

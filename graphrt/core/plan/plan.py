@@ -199,12 +199,14 @@ class Plan:
         """What all graphs take together."""
         return total_of(each.cost for each in self.captured)
 
-    def capture_order(self) -> tuple[sizes.CaptureKey, ...]:
+    def capture_order(self, *, limited: bool = False) -> tuple[sizes.CaptureKey, ...]:
         """`keys` in the order in which they are captured: as they are, or, where the device tells
-        how many streams are free for graphs, those first that are worth most if it runs out."""
-        if self.platform.stream_room() is None:
+        how many streams are free for graphs, those first that are worth most if it runs out; where
+        their number or bytes are `limited`, these behind the largest of each mode."""
+        if not limited and self.platform.stream_room() is None:
             return self.keys
-        return tuple(by_priority(self.keys, self._worth))
+        first = sizes.largest_of(self.keys) if limited else ()
+        return tuple(sorted(by_priority(self.keys, self._worth), key=lambda key: key not in first))
 
     def replace(self, *, platform: Platform | str | None = None, **changes: Any) -> Plan:
         """The plan with other arguments, resolved again; on the same platform by default."""

@@ -241,6 +241,12 @@ def capture_order(key: CaptureKey) -> tuple[object, ...]:
     )
 
 
+def largest_of(keys: Iterable[CaptureKey]) -> frozenset[CaptureKey]:
+    """The largest graph of each mode, the last of several."""
+    by_size = sorted(keys, key=lambda key: key[1].num_tokens)
+    return frozenset({key[0]: key for key in by_size}.values())
+
+
 def _steps(limit: int) -> list[int]:
     """1, 2, 4, then every 8 below 256, then every 16, up to `limit`."""
     few = [n for n in (1, 2, 4) if n <= limit]

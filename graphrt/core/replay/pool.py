@@ -113,6 +113,9 @@ _NO_STEP: Final = object()
 _CAPTURED: Final = object()
 """What `PieceSteps.replaying` is after a capture."""
 
+SIZE_CLASSES: Final = 4
+"""The most memories of graphs under a limit, of one pool."""
+
 _GIVEN_BACK: Final = object()
 """What `GraphPool.memory` is after `close()`."""
 
@@ -395,6 +398,10 @@ class GraphPool(errors.Uncopied):
         self.owner: object | None = None
         self.pieces = PieceSteps()
         self.holders = PoolHolders()
+        # The captured graphs that are not destroyed -> the memory of each.
+        self.graphs: weakref.WeakKeyDictionary[DeviceGraph, Any] = weakref.WeakKeyDictionary()
+        # Memories beside `memory`, by size class: see `_capture_into`.
+        self.classes: dict[int, tuple[Any, Any]] = {}
         self.captures = 0
         self.on_capture: OnCapture | None = None
         # Without it an output could be read after the pool has freed its memory.
@@ -547,7 +554,50 @@ class GraphPool(errors.Uncopied):
             self._expire_outputs()
             # It may synchronise the device, which would break a capture that is open.
             with self.capture_lock, self.on_device():
+                self.streams.follow()
                 self.platform.reset_graphs(graphs)
+            for graph in graphs:
+                self.graphs.pop(graph, None)
+            self._release_unused()
+
+    def _capture_into(self, undo: Undo, tokens: int) -> None:
+        """Until `undo`, capture into the memory of graphs of about this size, which comes back with
+        the last of them: graphs of one memory share its blocks. A pool has `SIZE_CLASSES` of them,
+        for sizes of as many binary digits; others are in the nearest.
+
+        Each has a stream to capture on: a scratch block that belongs to a stream, such as cuBLAS's
+        workspace, is in the memory of the first capture on it, and goes with that.
+        """
+        size_class = tokens.bit_length()
+        if size_class not in self.classes and len(self.classes) == SIZE_CLASSES:
+            size_class = min(self.classes, key=lambda each: abs(each - tokens.bit_length()))
+        undo.later(self._release_unused)
+        undo.later(partial(self._use, self.memory, self.streams.for_captures))
+        with self.on_device():
+            if size_class not in self.classes:
+                self.classes[size_class] = self.platform.new_memory(), self.platform.new_stream()
+        self._use(*self.classes[size_class])
+
+    def _use(self, memory: Any, stream: Any) -> None:
+        self.memory, self.streams.for_captures = memory, stream
+
+    def _release_unused(self) -> None:
+        """Give the memory of size classes without graphs back."""
+        used = {id(memory) for memory in (self.memory, *self.graphs.values())}
+        for size_class, (memory, _) in list(self.classes.items()):
+            if id(memory) not in used:
+                with self.capture_lock, self.on_device():
+                    self.platform.release_memory(memory)
+                del self.classes[size_class]
+
+    def _memories(self) -> list[Any]:
+        # During a capture into a class that is `memory`.
+        every = self.memory, *(memory for memory, _ in self.classes.values())
+        return list({id(memory): memory for memory in every}.values())
+
+    def _is_in_graphs(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` is in the memory of graphs, of any size."""
+        return any(self.platform.owns(memory, tensor) for memory in self._memories())
 
     def _owns(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` is memory of the pool; never for a sparse one, which has several."""
@@ -556,7 +606,10 @@ class GraphPool(errors.Uncopied):
 
     def bytes(self) -> int | None:
         """Bytes the pool holds from the device, where that can be told."""
-        return None if self.closed else self.platform.memory_bytes(self.memory)
+        if self.closed:
+            return None
+        held = [self.platform.memory_bytes(each) for each in self._memories()]
+        return None if None in held else sum(filter(None, held))
 
     def update_figures(self) -> UpdateFigures | None:
         """How tasks were updated; None where that is not counted, or there are none."""

@@ -19,6 +19,8 @@ import torch.distributed as dist
 
 from graphrt.core.base import errors, tree
 from graphrt.core.base._undo import Undo, note, undoing
+from graphrt.core.base.log import logger
+from graphrt.core.base.texts import counted
 from graphrt.core.batch.context import ForwardContext
 from graphrt.core.batch.descriptor import Batch, BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
@@ -32,7 +34,7 @@ from graphrt.core.device.contract import (
 )
 from graphrt.core.dispatch.ladders import preference
 from graphrt.core.dispatch.reasons import Agreed, Dispatch
-from graphrt.core.plan.sizes import CaptureKey
+from graphrt.core.plan.sizes import CaptureKey, largest_of
 from graphrt.core.replay.entry import graphs_of
 from graphrt.core.replay.recording import enter_under_way, freeze_garbage, warming_up
 from graphrt.core.replay.tasks import WORST_CASE
@@ -112,23 +114,32 @@ def capture_for_step(
 ) -> tuple[Dispatch, Mapping[str, Any]]:
     """With `GraphOptions(lazy=True)` capture the missing graph that would serve a step better than
     its dispatch says; a failing one only once. Returns how the step is dispatched then, and copies
-    of its inputs, which the capture may overwrite."""
+    of its inputs, which the capture may overwrite. Under a limit the largest of each mode come
+    first, and what this needs is told by `GraphLimit.admits`, for ranks before their vote."""
+    limit = graphs.limit
     wanted = graphs.dispatcher.planned_for(batch, agreed=agreed)
     if wanted is None or (dispatch.slot >= 0 and preference(wanted) >= preference(dispatch)):
+        if limit is not None and dispatch.slot >= 0:
+            limit.asked.append((dispatch.mode, dispatch.descriptor))
         return dispatch, values
     if wanted.slot in graphs.left_out or graphs.checks.changed_settings():
         return dispatch, values
+    keys = [(wanted.mode, wanted.descriptor)]
+    if limit is not None:
+        if agreed is None and not limit.admits(keys[0]):
+            return dispatch, values
+        largest = largest_of(graphs.setup.plan.keys)
+        keys = [key for key in graphs.missing(left=True) if key in largest] or keys
     # The capture fills the buffers, which the inputs may be views of. They may also be outputs of
     # the last step, on another stream: wait for it. `check` refuses freed memory, of which a copy
     # would end the process.
     graphs.setup.pool.streams.follow()
     declared = graphs.setup.inputs.declared
     values = tree.cloned(declared.check(values, batch.num_tokens, batch.num_reqs))
-    key = wanted.mode, wanted.descriptor
     try:
-        RunnerCapture(graphs).run([key])
+        RunnerCapture(graphs, for_step=True).run(keys)
     except Exception:
-        graphs.leave_out([key])
+        graphs.leave_out(keys)
         raise
     return graphs.dispatcher.dispatch(batch, agreed=agreed), values
 
@@ -145,6 +156,9 @@ def _finish(executor: StepExecutor) -> None:
     """Seal the graphs, as complete as they get, and try them."""
     graphs, setup = executor.graphs, executor.graphs.setup
     graphs.seal()
+    if graphs.limit is not None:
+        beyond = counted(len(graphs.missing()) - len(graphs.dropped), "graph")
+        logger.info("captured %s; %s left out", graphs.limit.report(), beyond)
     if graphs.dropped:
         _tell_dropped(graphs)
     if setup.host.example is not None:
@@ -194,9 +208,11 @@ class RunnerCapture:
     smaller ones after it may fit.
     """
 
-    def __init__(self, graphs: graph_table.GraphTable) -> None:
+    def __init__(self, graphs: graph_table.GraphTable, *, for_step: bool = False) -> None:
+        """Under a limit graphs `for_step` take the places of others; else a session stops there."""
         setup = self._setup = graphs.setup
         self._graphs = graphs
+        self._for_step = for_step
         # Steps on another stream may still use the state that is saved.
         setup.pool.streams.follow()
         # Runs warm-ups and captures of the forward, and puts its state back after each.
@@ -310,9 +326,19 @@ class RunnerCapture:
             raise
 
     def _capture_or_drop(self, graph: graph_table.PreparedStep) -> None:
-        """Capture a graph, or note it as dropped if the device has no room for it."""
+        """Capture a graph, or leave it out: by the limit, or noted as dropped if the device has no
+        room for it."""
+        graphs, capture = self._graphs, partial(self._capture_one, graph)
+        limit, ranks = graphs.limit, self._setup.host.ranks
         try:
-            self._capture_one(graph)
+            if limit is None:
+                capture()
+            elif self._for_step or limit.has_room():
+                key, shared = (graph.mode, graph.descriptor), not self._for_step
+                agree = None if ranks is None else partial(ranks.agree_on_attempt, graphs)
+                limit.capture(key, capture, graphs.evict, shared=shared, agree=agree)
+            else:
+                graphs.leave_out(graphs.missing())
         except errors.ResourceExhaustedError as error:
             dropped = graph_table.DroppedGraph(graph.mode, graph.descriptor, str(error))
             self._graphs.left_out[graph.slot] = dropped

@@ -20,7 +20,7 @@ from typing import Any
 
 from graphrt.core.base import errors, tree
 from graphrt.core.base._native_door import NativePath
-from graphrt.core.batch.descriptor import Batch, checked_batch
+from graphrt.core.batch.descriptor import Batch, checked_batch, room_for_reqs
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.dispatch.dispatcher import Count
 from graphrt.core.dispatch.reasons import Agreed, Dispatch, Reason
@@ -289,12 +289,15 @@ class StepEngine:
         return outputs
 
     def _at_agreed_size(self, step: Step, agreed: Agreed | None) -> Step:
-        """A step of ranks without a graph for all, at the size that they have `agreed` on. Before
-        the first capture the axes of outputs are unknown, so that none is padded."""
-        if not isinstance(agreed, Dispatch) or agreed.slot >= 0 or not self._graphs.begun:
+        """A step of ranks without a graph for all, at the size that they have `agreed` on: that of
+        a graph if a limit has not let it stay. Before the first capture the axes of outputs are
+        unknown, so that none is padded."""
+        if not isinstance(agreed, Dispatch) or not self._graphs.begun:
             return step
-        tokens, reqs = agreed.descriptor[:2]
-        live = step.batch.num_tokens, reqs_of(self._executor.inputs, step.batch, step.values)
+        (tokens, reqs), inputs = agreed.descriptor[:2], self._executor.inputs
+        if agreed.slot >= 0:
+            reqs = room_for_reqs(agreed.descriptor, inputs.reqs)
+        live = step.batch.num_tokens, reqs_of(inputs, step.batch, step.values)
         if reqs is None or tokens < live[0] or reqs < live[1]:
             return step
         dispatch = step.dispatch._replace(descriptor=agreed.descriptor)

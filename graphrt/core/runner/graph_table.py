@@ -16,6 +16,7 @@ from graphrt.core.batch.context import CaptureTransaction
 from graphrt.core.batch.descriptor import BatchDescriptor, room_for_reqs
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.constants import Lifting
+from graphrt.core.capture.limit import GraphLimit
 from graphrt.core.capture.options import Sealing
 from graphrt.core.capture.wrapper import GraphWrapper
 from graphrt.core.dispatch.dispatcher import GraphDispatcher
@@ -186,6 +187,8 @@ class GraphTable:
         self.dispatcher = GraphDispatcher(setup.plan.mode, max_padding=setup.options.max_padding)
         for key in setup.plan.keys:
             self.dispatcher.reserve(*key)
+        # Of `max_graphs` and `graph_bytes`.
+        self.limit = _limit_of(setup)
         self.steps: list[PreparedStep | None] = []
         # Of graphs that are gone too, until the next capture.
         self._records: list[GraphRecord] = []
@@ -234,7 +237,8 @@ class GraphTable:
         """The planned keys that are not captured, in the order of captures; with `left` those
         without the ones in `left_out`."""
         captured = {(graph.mode, graph.descriptor) for graph in self.dispatcher.published}
-        keys = [key for key in self.setup.plan.capture_order() if key not in captured]
+        order = self.setup.plan.capture_order(limited=self.limit is not None)
+        keys = [key for key in order if key not in captured]
         return [
             key for key in keys if not left or self.dispatcher.reserve(*key) not in self.left_out
         ]
@@ -281,6 +285,13 @@ class GraphTable:
                 got=f"{graph} and no wrapper of that mode",
                 expected="a GraphWrapper for every piece",
                 advice='wrap the pieces, or use pieces="breakable"',
+            )
+        pools = {owner.pool for owner, _ in graph.transaction.captured}
+        if self.limit is not None and pools != {self.setup.pool}:
+            raise errors.CaptureError(
+                "max_graphs and graph_bytes count graphs in the runner's own pool",
+                got=f"{graph} in another one",
+                advice="give the wrappers of its pieces and the runner one pool=",
             )
         self.steps += [None] * (graph.slot + 1 - len(self.steps))
         self.steps[graph.slot] = graph
@@ -343,3 +354,21 @@ class GraphTable:
             self.begun[slot].transaction.rollback()
             self.checks.dropped(slot)
             del self.begun[slot]
+
+    def evict(self, key: CaptureKey) -> None:
+        """Destroy a graph, for `limit`."""
+        self.dispatcher.withdraw(*key)
+        self.steps[self.dispatcher.reserve(*key)] = None
+        self.destroy_leftovers()
+
+
+def _limit_of(setup: RunnerSetup) -> GraphLimit | None:
+    options, modes = setup.options, {mode.name for mode, _ in setup.plan.keys}
+    if options.max_graphs is not None and options.max_graphs < len(modes):
+        raise errors.InvalidOptionError(
+            "max_graphs is less than the modes, of each of which the largest graph stays",
+            got=f"max_graphs={options.max_graphs}",
+            expected=", ".join(sorted(modes)),
+            advice=f"max_graphs={len(modes)} at least, or another mode=",
+        )
+    return GraphLimit.of(options, setup.pool, ranked=setup.host.ranks is not None)

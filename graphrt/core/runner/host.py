@@ -59,7 +59,8 @@ class Ranks(Protocol):
 
     def agree_on_attempt(self, graphs: Any, again: bool | None) -> bool:
         """After each attempt at a capture, which is to be made `again`, or has failed for good
-        (None): whether all ranks make another one."""
+        (None): whether all ranks make another one. And under `graph_bytes`, after a capture:
+        whether one of them lacks bytes."""
 
 
 @dataclass(frozen=True)

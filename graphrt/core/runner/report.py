@@ -16,6 +16,7 @@ from graphrt.core.base.files import write_whole
 from graphrt.core.base.texts import aligned, counted, listed, printable, seconds_text, size_text
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
+from graphrt.core.capture.limit import LimitReport
 from graphrt.core.dispatch.reasons import Reason
 from graphrt.core.plan.sizes import CaptureKey
 from graphrt.core.runner.findings import TrialRecord, TrustReport
@@ -67,6 +68,8 @@ class RunnerReport:
         default_factory=dict
     )
     """The batches that were dispatched to a graph and ran otherwise, such as QUARANTINED ones."""
+    limit: LimitReport | None = None
+    """What graphs hold under `max_graphs` or `graph_bytes`; None without a limit."""
     platform: str = ""
     """The platform's name, and the package that it is from if that is not graphrt."""
     axis: str = "tokens"
@@ -124,6 +127,7 @@ class RunnerReport:
                 for reason, count in self.reasons.items()
                 if count
             ],
+            "limit": self.limit and {**self.limit._asdict(), "line": str(self.limit)},
             "trust": _plain_trust(self.trust),
         }
 
@@ -175,6 +179,7 @@ def report_of(graphs: GraphTable, live_tokens: int, *, quick: bool = False) -> R
         device=str(setup.pool.device),
         sizes=dispatcher.sizes(),
         not_served=dispatcher.not_served_by(),
+        limit=None if graphs.limit is None else graphs.limit.report(),
         platform=platform.name + ("" if package == "graphrt" else f" of {package}"),
         axis="rows" if "rows" in sizes and "tokens" not in sizes else "tokens",
     )
@@ -267,6 +272,9 @@ def report_lines(figures: Mapping[str, Any], between: Iterable[str] = ()) -> Ite
     if figures["padded_tokens"]:
         live, computed = figures["live_tokens"], figures["padded_tokens"]
         yield f"Padding: {figures['padding']:.0%}, {live:,} live of {computed:,} computed tokens"
+    limit = figures.get("limit")  # older files lack it
+    if isinstance(limit, Mapping):
+        yield f"Limit: {limit.get('line')}"
     trials = Counter(graph["trial"] for graph in graphs)
     yield "Trials: " + (", ".join(f"{n} {status}" for status, n in trials.items()) or "none")
     yield from _changes(figures["trust"])

@@ -13,7 +13,7 @@ from graphrt.core.base.errors import CaptureError, InvalidOptionError
 from graphrt.core.base.option_values import check_callable, check_kind, shown
 from graphrt.core.base.thread_mode import where_asked, without_gradients
 from graphrt.core.batch.modes import GraphMode, PieceProvider
-from graphrt.core.capture.options import GraphOptions
+from graphrt.core.capture.options import NO_LIMIT, GraphOptions
 from graphrt.core.capture.wrapper import GraphWrapper, wrapper_class
 from graphrt.core.device.platform import Platform, asked_device, check_exists
 from graphrt.core.device.registry import resolve_platform
@@ -117,7 +117,7 @@ class RunnerSetup:
         # Wrappers neither capture lazily nor clone: the runner captures whole steps, and clones the
         # live rows.
         outputs = "static" if self.options.outputs == "static" else "pool"
-        options = self.options.merged({"lazy": False, "outputs": outputs})
+        options = self.options.merged({"lazy": False, "outputs": outputs, **NO_LIMIT})
         for_pieces = options.merged({"breaks": ()})
         for module in self.compiled:
             module.use_capture_sizes({descriptor.num_tokens for _, descriptor in self.plan.keys})
