@@ -28,13 +28,14 @@ WIDTH, SLOTS = 4, 32
 SIZES = [2, 4]
 
 
-class Model:
+class Model(torch.nn.Module):
     """A decoder that writes its token's row of a cache, and sums the rows of its request.
 
     Rows of padding hold something else in the graph than in eager runs, as if a kernel skips them.
     """
 
     def __init__(self, vllm: Any) -> None:
+        super().__init__()
         self.contexts = vllm.contexts
         self.embed = torch.randn(64, WIDTH)
         self.cache = torch.zeros(SLOTS, WIDTH)
@@ -45,7 +46,7 @@ class Model:
     def calls(self) -> int:
         return self._calls.qsize()
 
-    def __call__(self, input_ids, positions, inputs_embeds=None, intermediate_tensors=None):
+    def forward(self, input_ids, positions, inputs_embeds=None, intermediate_tensors=None):
         self._calls.put(None)
         metadata = self.contexts._forward_context.attn_metadata["layer"]
         hidden = self.embed[input_ids] * metadata.scale + metadata.bias[: len(input_ids)]
