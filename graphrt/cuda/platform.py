@@ -274,9 +274,11 @@ class CudaPlatform(Platform):
         # The CUDA driver loads the fetch kernel, which reads pinned memory at the host's address.
         if not in_graph or torch.version.hip is not None or not driver_available():
             return None
-        return ring_transport(
-            self, slab, FetchRing, most_bytes=self.fetched_bytes, limit_s=self.fetch_limit_s
-        )
+        # The first fetch is launched here: the driver refuses it beside another device's context.
+        with torch.cuda.device(slab.buffer.device):
+            return ring_transport(
+                self, slab, FetchRing, most_bytes=self.fetched_bytes, limit_s=self.fetch_limit_s
+            )
 
     # Figures, limits, errors -----------------------------------------------------------------
 

@@ -241,6 +241,7 @@ class Runner(Uncopied, Generic[R]):
         graphs read, all are captured. The next step of the largest graph of each kind is a trial;
         with `Host(example=)` it is tried now, and a failure raises as in `capture()`.
         """
+        check_kind("only_outdated", only_outdated, bool, optional=False, example="True")
         graphs = self.graphs
         self._capture(progress, graphs.release_outdated if only_outdated else graphs.release)
 

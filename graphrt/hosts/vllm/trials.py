@@ -200,7 +200,7 @@ class Trials(WrapperTrials):
         if not self._has_ranks:
             return failed
         parallel = importlib.import_module("vllm.distributed.parallel_state")
-        votes = torch.tensor([int(failed)])
+        votes = torch.tensor([int(failed)], dtype=torch.int32, device="cpu")
         dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=parallel.get_tp_group().cpu_group)
         return bool(votes.item())
 
