@@ -215,7 +215,7 @@ class _Elsewhere:
 
 def _random_like(value: torch.Tensor, random: torch.Generator) -> torch.Tensor:
     """Small and large numbers, zeros and infinities."""
-    size, special = value.size(), torch.tensor(_SPECIAL, device="cpu")
+    size, special = value.size(), torch.tensor(_SPECIAL, dtype=torch.float32, device="cpu")
     scales = 10.0 ** torch.randint(-6, 7, size, generator=random, device="cpu")
     chosen = torch.randint(8 * len(special), size, generator=random, device="cpu")
     numbers = scales * torch.randn(size, generator=random, device="cpu")
