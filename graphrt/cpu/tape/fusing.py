@@ -218,7 +218,7 @@ def _random_like(value: torch.Tensor, random: torch.Generator) -> torch.Tensor:
     size, special = value.size(), torch.tensor(_SPECIAL, dtype=torch.float32, device="cpu")
     scales = 10.0 ** torch.randint(-6, 7, size, generator=random, device="cpu")
     chosen = torch.randint(8 * len(special), size, generator=random, device="cpu")
-    numbers = scales * torch.randn(size, generator=random, device="cpu")
+    numbers = scales * torch.randn(size, generator=random, dtype=torch.float32, device="cpu")
     if value.dtype == torch.bool:
         return numbers > 0
     return torch.where(chosen < len(special), special[chosen % len(special)], numbers)
