@@ -70,8 +70,9 @@ class Forecast:
 
 
 def predicted(captured: Sequence[GraphMemory], left: Iterable[tuple[str, int]]) -> Forecast | None:
-    """Predict the memory of all graphs, from those `captured` (in their order) and the mode and
-    tokens of those `left`. None before the second graph, and if bytes are unknown."""
+    """Predict the memory of all graphs. `captured` are graphs in the order of their captures;
+    `left` has (mode, tokens) of the others. None before the second graph, and if bytes are
+    unknown."""
     if len(captured) < 2 or any(graph.pool_bytes is None for graph in captured):
         return None
     by_mode: dict[str, list[GraphMemory]] = {}
@@ -91,8 +92,8 @@ def predicted(captured: Sequence[GraphMemory], left: Iterable[tuple[str, int]]) 
 
 
 def _driver_bytes(graphs: Sequence[GraphMemory], first: int) -> float:
-    """Predict the driver's bytes for the graph after `graphs`. `first` are those of the very first
-    graph, which include the kernels loaded with it."""
+    """Predict the driver's bytes for the graph after `graphs`. `first` is the bytes of the first
+    graph of all, which include the kernels loaded with it."""
     taken = [graph.driver_bytes or 0 for graph in graphs]
     later = min(sum(taken[1:]) / len(taken[1:]), first)
     # A graph that took nothing fitted into a chunk of an earlier one.

@@ -206,7 +206,7 @@ class _Call:
                 )
         else:
             given = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
-        # `first`: arguments that the model is given by their place; `places`: those that may be.
+        # The model is called with `first` by position; a caller may give `places` by position.
         bound, self.first, self.places = _bound(model, given, named)
         self.values: dict[str, Any] = bound
         self._model = model
@@ -266,8 +266,8 @@ def _bound(
         is_several = kind is inspect.Parameter.VAR_POSITIONAL
         names = [f"{name}_{at}" for at in range(len(values))] if is_several else [name]
         bound.update(zip(names, values, strict=True))
-        # A hook of the model reads `args[0]`: what was given by position stays there. All in front
-        # of `*inputs` have to.
+        # A hook of the model reads `args[0]`: an input given by position stays positional. In front
+        # of `*inputs` all arguments are positional.
         is_first = len(first_names) < len(given) or several is not None
         if is_first or kind is inspect.Parameter.POSITIONAL_ONLY:
             first_names += names if kind is not inspect.Parameter.KEYWORD_ONLY else []

@@ -99,8 +99,7 @@ def next_key(graphs: GraphTable, missing: Sequence[CaptureKey]) -> CaptureKey:
 
 
 def _wanted(graphs: GraphTable) -> Counter[CaptureKey]:
-    """How many batches so far were of the size of each graph: those that a graph of its kind has
-    served, and those that had none."""
+    """How many batches had the size of each graph, whether a graph served them or none did."""
     ladders: dict[object, dict[int, CaptureKey]] = {}
     for key in sorted(graphs.setup.plan.keys, key=lambda key: key[1].num_tokens):
         ladders.setdefault((key[0], key[1].kind), {}).setdefault(key[1].num_tokens, key)

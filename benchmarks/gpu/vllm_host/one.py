@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.gpu.vllm_host.configurations import BATCHES, TIMED, configurations
 from benchmarks.gpu.vllm_host.engines import Engines
-from benchmarks.gpu.vllm_host.watching import Replays
+from benchmarks.gpu.vllm_host.watching import Replays, steps_stamped
 
 
 def run_alone(name: str, work: Path, contestant: str) -> dict[str, Any]:
@@ -122,19 +122,8 @@ def wait_for_others(work: Path, seconds: float) -> None:
 
 def timed(engines: Engines, batch: int, rounds: int = 5, tokens: int = 64) -> dict[str, Any]:
     """Median time of a decode step, us: median over turns of one engine, then the other one."""
-    from vllm.v1.engine.llm_engine import LLMEngine
-
-    ends: list[int] = []
-    step = LLMEngine.step
-
-    def stamped(self: Any) -> Any:
-        outputs = step(self)
-        ends.append(time.perf_counter_ns())
-        return outputs
-
-    LLMEngine.step = stamped
     medians: dict[str, list[float]] = {"graphrt": [], "vllm": []}
-    try:
+    with steps_stamped() as ends:
         for turn in range(rounds):
             order = ("graphrt", "vllm") if turn % 2 else ("vllm", "graphrt")
             for name in order:
@@ -142,8 +131,6 @@ def timed(engines: Engines, batch: int, rounds: int = 5, tokens: int = 64) -> di
                 engines.generate(name, batch, batch, tokens)
                 steps = [(b - a) / 1e3 for a, b in itertools.pairwise(ends)][4:-2]
                 medians[name].append(statistics.median(steps))
-    finally:
-        LLMEngine.step = step
     found = {name: round(statistics.median(values), 1) for name, values in medians.items()}
     ratios = [a / b for a, b in zip(medians["graphrt"], medians["vllm"], strict=True)]
     return {**found, "ratio": round(statistics.median(ratios), 3), "turns": medians}

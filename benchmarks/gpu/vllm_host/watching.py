@@ -1,6 +1,8 @@
 """What is read off vLLM from outside: its captures, and the replays of all graphs."""
 
+import contextlib
 import time
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -87,3 +89,23 @@ class Replays:
 
         torch.cuda.CUDAGraph.replay = replay
         self.restore = lambda: setattr(torch.cuda.CUDAGraph, "replay", original)
+
+
+@contextlib.contextmanager
+def steps_stamped() -> Iterator[list[int]]:
+    """The time at the end of each step of the engine."""
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    ends: list[int] = []
+    step = LLMEngine.step
+
+    def stamped(self: Any) -> Any:
+        outputs = step(self)
+        ends.append(time.perf_counter_ns())
+        return outputs
+
+    LLMEngine.step = stamped
+    try:
+        yield ends
+    finally:
+        LLMEngine.step = step

@@ -101,7 +101,7 @@ class KeyedGraphs(Uncopied):
     def _capture(
         self, key: Hashable, forward: Callable[[], Any], *, wanted: bool = False
     ) -> tuple[KeyedGraph, Any]:
-        """Returns the graph, and what this call of the forward returned."""
+        """Capture `forward`; returns the graph, and the result of the call that was captured."""
         descriptor = self._descriptor(key)
         if is_inside_capture():
             raise NESTED_CAPTURE()

@@ -33,7 +33,7 @@ PACE: Final = 100
 
 
 class LimitReport(NamedTuple):
-    """The graphs under a limit, and what they hold; bytes are None where nobody can tell."""
+    """The graphs under a limit, and the bytes they hold; None where the device tells no bytes."""
 
     max_graphs: int | None
     graph_bytes: int | None
@@ -59,8 +59,8 @@ class LimitReport(NamedTuple):
 
 
 class _Held(NamedTuple):
-    """The device's graphs of one key, their memory, and what their capture took of the driver and
-    in all."""
+    """The device's graphs of one key, their memory, and the bytes of their capture: the driver's,
+    and all."""
 
     graphs: list[DeviceGraph]
     memory: Any

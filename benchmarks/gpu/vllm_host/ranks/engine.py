@@ -3,7 +3,6 @@
 python -m benchmarks.gpu.vllm_host.ranks.engine OPTIONS.json FILE_DESCRIPTOR
 """
 
-import contextlib
 import itertools
 import json
 import os
@@ -12,9 +11,10 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from benchmarks.gpu.vllm_host.watching import steps_stamped
 
 
 class Engine:
@@ -64,26 +64,6 @@ class Engine:
             "step_us": round(statistics.median(steps), 1) if steps else None,
             "mean_us": round(statistics.fmean(steps), 1) if steps else None,
         }
-
-
-@contextlib.contextmanager
-def steps_stamped() -> Iterator[list[int]]:
-    """The time at the end of each step of the engine."""
-    from vllm.v1.engine.llm_engine import LLMEngine
-
-    ends: list[int] = []
-    step = LLMEngine.step
-
-    def stamped(self: Any) -> Any:
-        outputs = step(self)
-        ends.append(time.perf_counter_ns())
-        return outputs
-
-    LLMEngine.step = stamped
-    try:
-        yield ends
-    finally:
-        LLMEngine.step = step
 
 
 def main() -> int:
