@@ -62,18 +62,6 @@ def slots_of(executor: StepExecutor, step: Step) -> Slots:
     }
 
 
-class EagerRuns(TriedStep):
-    """The runs of a runner's step that has no graph."""
-
-    def __init__(self, executor: StepExecutor, step: Step, padding: PaddingRows) -> None:
-        self.padding, self.declared = padding, executor.graphs.setup.host.state
-        self.slots = slots_of(executor, step)
-        self._executor, self._step = executor, step
-
-    def eager(self, watch: Watch, rows: Rows = "padded") -> Any:
-        return tree.cloned(self._executor.run_unpadded(self._step, partial(watched, watch, None)))
-
-
 class StepRuns(TriedStep):
     """The runs of a runner's trial: one step that a graph serves, run again and again.
 
