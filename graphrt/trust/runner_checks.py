@@ -18,7 +18,7 @@ from graphrt.core.inputs.buffers import reqs_of
 from graphrt.core.replay.recording import without_inner_graphs
 from graphrt.core.runner.contract import Step
 from graphrt.core.runner.executor import StepExecutor
-from graphrt.core.runner.findings import Look, TrustReport, UnknownMemory
+from graphrt.core.runner.findings import Look, TrialRecord, TrustReport, UnknownMemory
 from graphrt.core.runner.graph_table import GraphTable
 from graphrt.core.runner.host import Example, MakeExample
 from graphrt.core.runner.setup import RunnerSetup
@@ -28,8 +28,8 @@ from graphrt.trust.checks import NO_INPUTS, Checks
 from graphrt.trust.reads import ReadSet
 from graphrt.trust.snapshot import StateSnapshot
 from graphrt.trust.trial import Trial
-from graphrt.trust.trials import StepRuns, index_values_of
-from graphrt.trust.verdict import Verdict
+from graphrt.trust.trials import EagerRuns, StepRuns, index_values_of
+from graphrt.trust.verdict import TriedGraph, Verdict
 from graphrt.trust.warm_up import WarmedUp, WatchedState
 
 _SEED = 0
@@ -123,10 +123,17 @@ class RunnerChecks(Checks):
             self.look_at_host(by_forward=True)
 
     def _run_beside_padding(self, executor: StepExecutor, step: Step) -> Any:
-        """Run an eager step on its live rows, and look whether it writes rows of padding."""
-        padding = self.padding
+        """Run an eager step on its live rows, and look whether these use rows that padding writes:
+        by what they write, at the level `always` also by what they read."""
+        setup, padding = executor.graphs.setup, self.padding
         if not padding.rows:
             return self._run_alone(executor, step)
+        if self.tries_all and setup.host.ranks is None:
+            graph = TriedGraph(TrialRecord(step.dispatch.mode, step.dispatch.descriptor))
+            runs = EagerRuns(executor, step, padding)
+            trial = Trial(runs, graph, None, setup.pool.platform, setup.options, self.reads)
+            trial.look_at_padding()
+            self.ran_forward()
         before = padding.read(padding.first_rows)
         outputs = self._run_alone(executor, step)
         after = padding.read(padding.first_rows)

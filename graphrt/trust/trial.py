@@ -174,6 +174,19 @@ class Trial:
         self._padding.end(padded=self.step.is_padded)
         return self._verdict
 
+    @undoing
+    def look_at_padding(self, undo: Undo) -> None:
+        """Find out whether an eager step of live rows alone uses rows that padding writes. All is
+        put back."""
+        undo.after_error(self._state.restore)
+        alone = self._extra_run("alone", self.step.eager, compared=True)
+        if alone is not None:
+            dtypes = map(attrgetter("dtype"), alone.watch.uses.values())
+            operators, precision = alone.watch.trace.overloads(), self.platform.float32_precision
+            self._rounding = rounding_of(dtypes, operators, precision)
+            self._judge_live_rows(alone, alone)
+        self._padding.end(padded=False)
+
     def _judge(self) -> None:
         step, state, verdict = self.step, self._state, self._verdict
         # Padded and live tokens; None if no run can differ in padding.

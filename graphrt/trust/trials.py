@@ -62,6 +62,18 @@ def index_values_of(executor: StepExecutor, step: Step) -> IndexValues:
     }
 
 
+class EagerRuns(TriedStep):
+    """The runs of a runner's step that has no graph."""
+
+    def __init__(self, executor: StepExecutor, step: Step, padding: PaddingRows) -> None:
+        self.padding, self.declared = padding, executor.graphs.setup.host.state
+        self.index_values = index_values_of(executor, step)
+        self._executor, self._step = executor, step
+
+    def eager(self, watch: Watch, rows: Rows = "padded") -> Any:
+        return tree.cloned(self._executor.run_unpadded(self._step, partial(watched, watch, None)))
+
+
 class StepRuns(TriedStep):
     """The runs of a runner's trial: one step that a graph serves, run again and again.
 
