@@ -136,7 +136,7 @@ def _trust(setup: RunnerSetup) -> StepChecks:
     """The checks of `graphrt.trust`. Raises `MissingCapabilityError` where it is left out: a runner
     never has fewer checks than were asked for."""
     try:
-        from graphrt.trust.runner import RunnerChecks
+        from graphrt.trust.runner_checks import RunnerChecks
     except ModuleNotFoundError as error:
         if not (error.name or "").startswith("graphrt.trust"):
             raise

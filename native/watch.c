@@ -22,7 +22,7 @@ typedef struct Watch {
     PyObject *ignored;
     /* (address, key) since the last `take`; the key is None where it may be any. */
     PyObject *changed;
-    char rung;
+    char has_change;
     /* Something changed that could not be noted. */
     char lost;
     struct Watch *next;
@@ -57,7 +57,7 @@ static int note(Watch *self, PyObject *address, PyObject *key) {
     if (change == NULL) return -1;
     int known = PySet_Contains(self->ignored, change);
     if (known == 0) {
-        self->rung = 1;
+        self->has_change = 1;
         if (PySet_GET_SIZE(self->changed) >= MOST_CHANGES) {
             Py_DECREF(change);
             if ((change = PyTuple_Pack(2, address, Py_None)) == NULL) return -1;
@@ -76,7 +76,7 @@ static int dict_changes(PyDict_WatchEvent event, PyObject *dict, PyObject *key, 
     for (Watch *each = live; each != NULL; each = each->next) {
         if (address == NULL || note(each, address, key) < 0) {
             PyErr_Clear();
-            each->rung = each->lost = 1;
+            each->has_change = each->lost = 1;
         }
     }
     Py_XDECREF(address);
@@ -86,7 +86,7 @@ static int dict_changes(PyDict_WatchEvent event, PyObject *dict, PyObject *key, 
 
 static void forget_changes(Watch *self) {
     if (PySet_Clear(self->changed) < 0) PyErr_Clear();
-    self->rung = self->lost = 0;
+    self->has_change = self->lost = 0;
 }
 
 /* Whether another watch has this dict; -1 with an error set. */
@@ -335,7 +335,7 @@ static PyObject *watch_over(PyObject *unused, PyObject *also_unused) {
 
 static PyObject *watch_next(PyObject *object) {
     Watch *self = (Watch *)object;
-    if (self->rung) return Py_NewRef(Py_False);
+    if (self->has_change) return Py_NewRef(Py_False);
     if (self->looks == NULL) return NULL;
     /* Owned, as the call may replace it. */
     PyObject *looks = Py_NewRef(self->looks);
@@ -360,9 +360,9 @@ static int set_looks(PyObject *object, PyObject *value, void *unused) {
     return 0;
 }
 
-static PyObject *get_rung(PyObject *object, void *unused) {
+static PyObject *get_has_change(PyObject *object, void *unused) {
     (void)unused;
-    return PyBool_FromLong(((Watch *)object)->rung);
+    return PyBool_FromLong(((Watch *)object)->has_change);
 }
 
 static PyObject *get_count(PyObject *object, void *unused) {
@@ -425,7 +425,7 @@ static PyMethodDef methods[] = {
 
 static PyGetSetDef attributes[] = {
     {"looks", get_looks, set_looks, "The iterator that it is over.", NULL},
-    {"rung", get_rung, NULL, "Whether something has changed.", NULL},
+    {"has_change", get_has_change, NULL, "Whether something has changed.", NULL},
     {"count", get_count, NULL, "How many dicts are watched.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };

@@ -40,7 +40,7 @@ _PASSED = 3
 """Trials with other values after which a Python value counts as harmless. For a number that only
 the forward changes one is enough: its trial also runs with the number moved further."""
 
-_LOOKS = 64
+_COMPARED = 64
 """Padded steps of a kind that still compare inputs with their padding, once one input was seen to
 differ. Without a limit inputs that never differ would be compared at every step."""
 
@@ -73,10 +73,10 @@ class _Kind:
         # path -> how many trials have passed with another Python value there.
         self.passed = Counter[str]()
         # axis -> what no trial has shown yet: "", any padded step, and inputs that have not
-        # differed from their padding. An axis is removed when all is shown, or after `_LOOKS`.
+        # differed from their padding. An axis is removed when all is shown, or after `_COMPARED`.
         self.awaited = {axis: {"", *names} for axis, names in inputs.items()}
         # axis, once an input of it has differed -> how many more padded steps are compared.
-        self._looks: dict[str, int] = {}
+        self._left: dict[str, int] = {}
 
     def await_padding(self, axes: Iterable[str]) -> None:
         """Have the next padded step tried, along whichever of these axes."""
@@ -89,9 +89,9 @@ class _Kind:
         for axis, names in differing.items():
             if not self.awaited[axis].isdisjoint({"", *names}):
                 is_wanted = True
-            elif axis in self._looks:
-                self._looks[axis] -= 1
-                if not self._looks[axis]:
+            elif axis in self._left:
+                self._left[axis] -= 1
+                if not self._left[axis]:
                     del self.awaited[axis]
         return is_wanted
 
@@ -99,7 +99,7 @@ class _Kind:
         """Note that a padded step with these inputs that differ was tried."""
         for axis in differing.keys() & self.awaited.keys():
             if differing[axis]:
-                self._looks.setdefault(axis, _LOOKS)
+                self._left.setdefault(axis, _COMPARED)
             self.awaited[axis] -= {"", *differing[axis]}
             if not self.awaited[axis]:
                 del self.awaited[axis]
@@ -620,7 +620,7 @@ class Checks(StepChecks):
         whatever its batch is, and of those in quarantine."""
         if not self.on:
             return (), ()
-        if self.reads.host.rung:
+        if self.reads.host.has_change:
             self.look_at_host()
         is_sampled = self._is_sampled(self._steps + 1)
         to_try, failed = [], []

@@ -19,7 +19,7 @@ from graphrt.core.base import tree
 from graphrt.core.base._native_door import NativeGlances
 from graphrt.trust.picture import getter_of
 from graphrt.trust.places import slots
-from graphrt.trust.places.slots import KEYS, MISSING, Place, call
+from graphrt.trust.places.slots import KEYS, MISSING, Place, PlaceValue, call
 from graphrt.trust.places.walk import where_is
 
 PLACES = {True: 3, False: 10}
@@ -35,11 +35,8 @@ _GOLDEN = (5**0.5 - 1) / 2
 _OTHERS_PER_READ = 9
 """Glances at other places for each glance at one of a tensor that graphs read."""
 
-Entry = tuple[Place, Any]
-"""A place, and what was there."""
 
-
-def ring_of(reads: Sequence[Entry], others: Iterable[Entry]) -> list[Entry]:
+def ring_of(reads: Sequence[PlaceValue], others: Iterable[PlaceValue]) -> list[PlaceValue]:
     """The order in which places are compared, so that of one change of many places one of the first
     glances finds one, wherever the last glance was.
 
@@ -49,7 +46,7 @@ def ring_of(reads: Sequence[Entry], others: Iterable[Entry]) -> list[Entry]:
     """
     others = [*others]
     with_dict = {id(place.holder) for place, _ in others if place.way is slots.ATTRIBUTES}
-    groups = dict[tuple[object, ...], list[Entry]]()
+    groups = dict[tuple[object, ...], list[PlaceValue]]()
     for entry in others:
         owner, label, way, holder, _ = entry[0]
         # An object's `__dict__` shows its class too.
@@ -65,7 +62,7 @@ def ring_of(reads: Sequence[Entry], others: Iterable[Entry]) -> list[Entry]:
     count = sum(map(len, groups.values()))
     apart = [index * _GOLDEN % 1 for index in range(max(count, len(reads)))]
     repeats = -(-count // (_OTHERS_PER_READ * len(reads))) if reads else 0
-    turns: list[tuple[float, Entry]] = []
+    turns: list[tuple[float, PlaceValue]] = []
     for at, group in enumerate((reads, *groups.values())):
         times = max(repeats, 1) if group is reads else 1
         order = sorted(range(len(group)), key=apart.__getitem__) * times
@@ -92,7 +89,7 @@ tensor it is (tensor, what gives a part of where it is, this part as it was)."""
 
 
 def glances(
-    read: Sequence[Read], places: Iterable[Entry], at_once: int, over: Iterator[bool]
+    read: Sequence[Read], places: Iterable[PlaceValue], at_once: int, over: Iterator[bool]
 ) -> tuple[Iterator[bool], int]:
     """Answers without end, one for each step: whether the answer of `over` is true, the next few
     places, `at_once`, hold what they did, and the next tensor that graphs `read` is where it was.

@@ -33,10 +33,10 @@ import torch
 
 from graphrt.core.base._native_door import NativeWatch, native_state
 from graphrt.core.base.texts import listed
-from graphrt.trust.glances import PLACES, Entry, Read, glances, ring_of
+from graphrt.trust.glances import PLACES, Read, glances, ring_of
 from graphrt.trust.picture import Changed, Picture, is_scalar, told
 from graphrt.trust.places import slots
-from graphrt.trust.places.slots import ITEM, KEYS, LENGTH, Place
+from graphrt.trust.places.slots import ITEM, KEYS, LENGTH, Place, PlaceValue
 from graphrt.trust.places.walk import Places
 
 _IN_DICTS = (ITEM, slots.DEFAULT, slots.ODD_ITEM, slots.CLASS_ATTRIBUTE, KEYS)
@@ -97,9 +97,9 @@ class HostWatch:
         return 0 if self._native is None else self._native.count
 
     @property
-    def rung(self) -> bool:
+    def has_change(self) -> bool:
         """Whether CPython has told of a change since `take`."""
-        return self._native is not None and bool(self._native.rung)
+        return self._native is not None and bool(self._native.has_change)
 
     def over(self, looks: Iterator[bool]) -> Iterator[bool]:
         """`looks`, but false from a change on until `take`."""
@@ -155,17 +155,17 @@ class HostWatch:
         `read` included."""
         # A place that is in both is one of a tensor's.
         of_reads = self._untold((each.place, each.held) for each in read)
-        picture, others = self.picture, list[Entry]()
+        picture, others = self.picture, list[PlaceValue]()
         if picture is not None:
             last = dict(zip(map(id, picture.slots), self._last, strict=True))
             values = map(last.__getitem__, map(id, picture.glanced))
             others = self._untold(zip(picture.glanced, values, strict=True))
         return glances(read, ring_of(of_reads, others), PLACES[self.watched > 0], over)
 
-    def _untold(self, rows: Iterable[Entry]) -> list[Entry]:
+    def _untold(self, rows: Iterable[PlaceValue]) -> list[PlaceValue]:
         """Those of the places that a step has to glance at, each once."""
         told_of = {} if self._native is None or self.picture is None else self.picture.keys
-        skips, untold = bool(self._ignored or self._closed), dict[int, Entry]()
+        skips, untold = bool(self._ignored or self._closed), dict[int, PlaceValue]()
         for place, value in rows:
             if place.way is slots.TUPLE_ITEM and isinstance(place.holder, Place):
                 # A tuple never changes: what may change is the place that holds it.
@@ -211,7 +211,7 @@ class HostWatch:
         picture = self.picture
         if picture is None:
             return None
-        if self.rung:
+        if self.has_change:
             self._native.take()
         was, now = self._last, picture.take()
         self._last = now

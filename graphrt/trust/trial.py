@@ -35,7 +35,7 @@ from graphrt.trust.host_watch import described_changes
 from graphrt.trust.reads import ReadSet
 from graphrt.trust.warm_up import WarmedUp
 from graphrt.trust.watching import watch as watching
-from graphrt.trust.watching.padding import PaddingRow, PaddingRows, Slots
+from graphrt.trust.watching.padding import IndexValues, PaddingRow, PaddingRows
 from graphrt.trust.watching.watch import Deviation, Trace, Use, Watch
 from graphrt.trust.watching.writes import storage_of
 
@@ -95,7 +95,7 @@ class TriedStep:
     """Whether its graph has more rows than it has live ones."""
     padding = PaddingRows()
     """The rows that padding writes."""
-    slots: Slots = MappingProxyType({})
+    index_values: IndexValues = MappingProxyType({})
     """The values of its index inputs."""
     declared: Iterable[State | torch.Tensor] = ()
     """State of the host's, which is put back around each run too."""
@@ -549,7 +549,7 @@ class Trial:
             padding.note_padded(alone.left.padding, padded.left.padding, served=self.step.is_served)
             if self.step.is_served:
                 left = alone.left.padding
-                padding.note_used(padding.rows, was, left, self.step.slots)
+                padding.note_used(padding.rows, was, left, self.step.index_values)
                 self._note_reads(alone)
         got = padding.conflict()
         if got is not None:

@@ -47,11 +47,11 @@ from graphrt.trust.padded_inputs import disturb, index_pads, unused_addresses
 from graphrt.trust.reads import ReadSet
 from graphrt.trust.trial import Rows, Trial, TriedStep
 from graphrt.trust.warm_up import WarmedUp
-from graphrt.trust.watching.padding import PaddingRows, Slots
+from graphrt.trust.watching.padding import IndexValues, PaddingRows
 from graphrt.trust.watching.watch import Watch
 
 
-def slots_of(executor: StepExecutor, step: Step) -> Slots:
+def index_values_of(executor: StepExecutor, step: Step) -> IndexValues:
     """The values of a step's index inputs, with the addresses at which graphs read them."""
     declared = executor.inputs.declared
     names = index_pads(declared)
@@ -67,7 +67,7 @@ class EagerRuns(TriedStep):
 
     def __init__(self, executor: StepExecutor, step: Step, padding: PaddingRows) -> None:
         self.padding, self.declared = padding, executor.graphs.setup.host.state
-        self.slots = slots_of(executor, step)
+        self.index_values = index_values_of(executor, step)
         self._executor, self._step = executor, step
 
     def eager(self, watch: Watch, rows: Rows = "padded") -> Any:
@@ -105,7 +105,7 @@ class StepRuns(TriedStep):
         self.declared, self.inputs = graphs.setup.host.state, prepared.transaction.fixed
         self.is_padded = padded != live
         self.padding, self.is_served = padding, served
-        self.slots = slots_of(executor, step)
+        self.index_values = index_values_of(executor, step)
         self.unused_rows = unused_addresses(inputs.declared, step.values)
         self.together = step.agreed or graphs.setup.host.ranks is not None
         self.has_gradients = torch.is_grad_enabled()

@@ -67,15 +67,15 @@ def test_a_change_of_a_watched_dict_is_noted_once_for_the_next_look(name: str) -
     change, keys = CHANGES[name]
     held = Holder()
     watch = watch_of(vars(held))
-    assert next(watch) and not watch.rung
+    assert next(watch) and not watch.has_change
     change(held)
-    assert watch.rung == bool(keys)
+    assert watch.has_change == bool(keys)
     assert next(watch) is (not keys)
     assert keys_of(watch) == keys
     assert next(watch) is True
     watch.stop()
     held.scale = held.other = 7.0  # type: ignore[attr-defined]
-    assert not watch.rung
+    assert not watch.has_change
 
 
 @watched
@@ -104,7 +104,7 @@ def test_starting_a_watch_keeps_attribute_order_and_values() -> None:
         before = [*vars(held).items()]
         watch = watch_of(vars(held))
         assert [*vars(held).items()] == before
-        assert not watch.rung
+        assert not watch.has_change
         held.last = 1
         assert keys_of(watch) == ["last"]
 
@@ -126,7 +126,7 @@ def test_classes_named_globals_and_ordered_dicts_can_be_watched() -> None:
 
     watch = watch_of(globals(), keys=frozenset({"NAMED"}))
     globals()["UNNAMED"] = 1
-    assert not watch.rung
+    assert not watch.has_change
     globals()["NAMED"] = 1
     assert keys_of(watch) == ["NAMED"]
     del globals()["NAMED"], globals()["UNNAMED"]
@@ -215,7 +215,7 @@ def test_changes_of_an_ignored_key_are_not_noted() -> None:
     watch = watch_of(vars(held))
     watch.ignore(vars(held), "scale")
     held.scale = 5
-    assert not watch.rung
+    assert not watch.has_change
     held.third = 1
     assert keys_of(watch) == ["third"]
     watch.stop()
@@ -232,7 +232,7 @@ def test_two_watches_of_the_same_dict_both_note_changes_and_stop_independently()
     assert keys_of(one) == keys_of(two) == ["scale"]
     one.stop()
     held.scale = 3
-    assert not one.rung
+    assert not one.has_change
     assert keys_of(two) == ["scale"]
     one.aim({0: (vars(held), None)})
     del two
@@ -241,7 +241,7 @@ def test_two_watches_of_the_same_dict_both_note_changes_and_stop_independently()
     assert keys_of(one) == ["scale"]
     one.aim({})
     held.scale = 5
-    assert not one.rung
+    assert not one.has_change
     assert one.count == 0
 
 
@@ -302,7 +302,7 @@ def test_watching_a_non_dict_raises_and_keeps_the_watch_as_before() -> None:
         with pytest.raises(TypeError):
             watch.aim(wrong)
         other.scale = 2
-        assert not watch.rung
+        assert not watch.has_change
     held.scale = 2
     assert keys_of(watch) == ["scale"]
     with pytest.raises(TypeError):
@@ -365,12 +365,12 @@ watch.aim({0: (vars(held), None)})
 pid = os.fork()
 held.scale = 1
 if pid == 0:
-    before = watch.rung
+    before = watch.has_change
     watch.aim({0: (vars(held), None)})
     held.scale = 2
-    os._exit(0 if (before, watch.rung) == (False, True) else 1)
+    os._exit(0 if (before, watch.has_change) == (False, True) else 1)
 _, status = os.waitpid(pid, 0)
-assert watch.rung
+assert watch.has_change
 sys.exit(os.waitstatus_to_exitcode(status))
 """
     assert starts.run("-c", script).returncode == 0

@@ -23,7 +23,7 @@ from graphrt.core.runner.runner import Runner
 from graphrt.demo.app import run_demo
 from graphrt.ranks import Agreement
 from graphrt.testing import PlatformConformance
-from graphrt.trust.runner import RunnerChecks
+from graphrt.trust.runner_checks import RunnerChecks
 
 PACKAGE = Path(graphrt.__file__).parent
 LEVELS = ("off", "capture", "first", "sample", "always")

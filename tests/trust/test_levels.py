@@ -36,7 +36,7 @@ from graphrt.core.base.errors import (
 )
 from graphrt.core.runner.engine import StepEngine
 from graphrt.observe import findings
-from graphrt.trust.runner import RunnerChecks
+from graphrt.trust.runner_checks import RunnerChecks
 from tests.draws import rest_long
 from tests.trust.twins import ambient_state_put_back
 

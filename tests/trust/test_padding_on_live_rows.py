@@ -476,6 +476,24 @@ def test_a_reset_of_the_whole_cache_between_steps_is_not_named(check):
             cache.zero_()
 
 
+def test_at_always_a_row_is_named_that_was_there_before_and_eager_steps_alone_read():
+    cache = torch.randn(ROWS, WIDTH)
+
+    def forward(x, slot, read):
+        cache[slot] = x * 2 + 1
+        return x + cache[read]
+
+    inputs = {"x": X, "slot": index(0), "read": index(0)}
+    options = GraphOptions(check="always")
+    runner = GraphRunner(forward, mode="FULL", sizes=[4], inputs=inputs, options=options)
+    runner.capture()
+    # Row 0 is a resting request's: no step writes it, and only one above all sizes reads it.
+    eager = {"x": x(6), "slot": t(8, 9, 10, 11, 12, 13), "read": t(0, 9, 10, 11, 12, 13)}
+    runner(**eager)
+    with pytest.warns(GraphQuarantinedWarning, match=r"padding \(slot=0, read=0\) writes row 0 of"):
+        runner(x=x(3), slot=t(4, 5, 6), read=t(4, 5, 6))
+
+
 # What is in the error, and what happens after it --------------------------------------------------
 
 

@@ -18,7 +18,7 @@ from decimal import Decimal
 from fractions import Fraction
 from operator import is_
 from types import CellType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 from uuid import UUID
 
 import torch
@@ -168,6 +168,10 @@ class Place(NamedTuple):
         if self.way.set is None:
             raise TypeError(f"{self.path} cannot be set: it is read-only")
         self.way.set(self.holder, self.key, value)
+
+
+PlaceValue: TypeAlias = tuple[Place, Any]
+"""A place, and what was there."""
 
 
 _OF_PYTHON = ("__slotnames__", "__annotations_cache__", "__annotate_func__")

@@ -30,7 +30,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable
 from itertools import islice
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -38,7 +38,7 @@ from graphrt.core.base import tree
 from graphrt.core.base.torch_names import global_hooks
 from graphrt.trust.places import slots
 from graphrt.trust.places.libraries import is_library, is_library_class, is_machinery
-from graphrt.trust.places.slots import FIXED, Place, bases_of, name_of, namespace_of
+from graphrt.trust.places.slots import FIXED, Place, PlaceValue, bases_of, name_of, namespace_of
 
 # Types -------------------------------------------------------------------------------------------
 
@@ -300,7 +300,7 @@ much that no forward reads."""
 _ROOT_NAMES = {Kind.MODULE: "model", Kind.PARTIAL: "partial"}
 """With which name paths begin; for other kinds it is `self`, or a function's own name."""
 
-Slots = list[tuple[Place, Any]]
+PlaceValues: TypeAlias = list[PlaceValue]
 """Places, each with the value that the walk found there."""
 
 
@@ -342,20 +342,20 @@ class Places:
     def __init__(self) -> None:
         self.tensors: list[tuple[Place, torch.Tensor]] = []
         """Every slot with a tensor; a tensor with several places is in it several times."""
-        self.packed: Slots = []
+        self.packed: PlaceValues = []
         """C++ objects that operators take in place of tensors, such as packed weights."""
-        self.code: Slots = []
+        self.code: PlaceValues = []
         """Code of functions, methods in classes; functions and classes of libraries in slots."""
-        self.outline: Slots = []
+        self.outline: PlaceValues = []
         """The class and `__dict__` of each object; a module's dicts of `INNER`."""
-        self.slots: Slots = []
+        self.slots: PlaceValues = []
         """Objects and containers, a holder before what it holds."""
-        self.containers: Slots = []
+        self.containers: PlaceValues = []
         """The dicts, lists, sets and deques: they may get longer or shorter."""
         self.numbers: list[Place] = []
         """Every slot with a plain value: a number, text, None, dtype, device, size, member of an
         enum, or a tuple of such. A set of them is one place, and its value a frozenset."""
-        self.arrays: Slots = []
+        self.arrays: PlaceValues = []
         """Arrays of NumPy's."""
         self.generators: list[Any] = []
         """Generators of random numbers, torch's, Python's and NumPy's."""
@@ -382,7 +382,7 @@ class Places:
         return self._keyed
 
     @property
-    def objects(self) -> Slots:
+    def objects(self) -> PlaceValues:
         """The slots, but those of tensors, in which another object may be at another time."""
         changing = [each for each in self.slots if each[0].way not in (FIXED, slots.BASE)]
         return [*self.code, *changing, *self.packed]
@@ -441,7 +441,7 @@ class Walk:
         self._made: set[int] = set()
         # Modules of users that some object holds, by id: the place and the globals of each.
         self._imported_modules: dict[int, tuple[Place, dict[str, Any]]] = {}
-        self._waiting_methods: dict[str, Slots] = {}
+        self._waiting_methods: dict[str, PlaceValues] = {}
         # What `_globals` has done: one name in some globals (by id), or all names of one function
         # in a module.
         self._looked_up: set[tuple[int, object]] = set()
@@ -527,10 +527,10 @@ class Walk:
 
     # Objects and containers ----------------------------------------------------------------------
 
-    def _attributes(self, value: Any, place: Place, shape: Shape) -> Slots:
+    def _attributes(self, value: Any, place: Place, shape: Shape) -> PlaceValues:
         """An object's `__dict__`, slots and class; of a module also its parameters, buffers,
         submodules and hooks."""
-        held, attributes = self._dict(value, place, shape), Slots()
+        held, attributes = self._dict(value, place, shape), PlaceValues()
         skipped: Collection[str] = ()
         if shape.kind is Kind.MODULE:
             attributes, skipped = self._registered(held, place), _MODULE_ATTRIBUTES
@@ -566,9 +566,9 @@ class Walk:
             self._keys(Place(place, ".", FIXED, held), held)
         return held
 
-    def _registered(self, held: dict[str, Any], place: Place) -> Slots:
+    def _registered(self, held: dict[str, Any], place: Place) -> PlaceValues:
         """The parameters, buffers, submodules and hooks of a module, whose `__dict__` is `held`."""
-        registered: Slots = []
+        registered: PlaceValues = []
         for name in INNER:
             registry: Any = dict.get(held, name)
             at = Place(place, f".{name}", slots.ITEM, held, name)
@@ -582,9 +582,9 @@ class Walk:
                 registered.append((Place(place, prefix + label, slots.ITEM, registry, key), each))
         return registered
 
-    def _contents(self, value: Any, place: Place, shape: Shape) -> Slots:
+    def _contents(self, value: Any, place: Place, shape: Shape) -> PlaceValues:
         """The items of a container; and, of a user's subclass, the attributes."""
-        base, contents = shape.base, Slots()
+        base, contents = shape.base, PlaceValues()
         if base.__len__(value) <= _MOST_PLAIN or not _looks_plain(value, base):
             read_items = self._items if base is dict else self._elements
             contents = read_items(value, place, base)
@@ -592,7 +592,7 @@ class Walk:
             self._unread(place, f"has more than {_MOST_PLAIN} values")
         return contents + (self._attributes(value, place, shape) if shape.users else [])
 
-    def _items(self, value: Any, place: Place, base: Any) -> Slots:
+    def _items(self, value: Any, place: Place, base: Any) -> PlaceValues:
         """The values of a dict."""
         items, way = list(islice(dict.items(value), max(self._slots_left, 0))), slots.ITEM
         # One key with a user's `__eq__` is enough: to look up any other may compare with it.
@@ -600,20 +600,20 @@ class Walk:
             way, items = slots.ODD_ITEM, items[:_MOST_SEARCHED]
             self.places.aside.append(Place(place, "", slots.IDS, value, dict))
         self._keys(place, value, items=True)
-        entries: Slots = []
+        entries: PlaceValues = []
         for key, each in items:
             text = repr(key) if type(key) in _SHOWN_KEYS else f"<{name_of(type(key))}>"
             entries.append((Place(place, f"[{text}]", way, value, key), each))
         return entries
 
-    def _elements(self, value: Any, place: Place, base: Any) -> Slots:
+    def _elements(self, value: Any, place: Place, base: Any) -> PlaceValues:
         """The items of a list, deque, tuple or set."""
         held = list(islice(base.__iter__(value), max(self._slots_left, 0)))
         if base is set and all(self._shapes[type(each)].kind is Kind.PLAIN for each in held):
             self.places.numbers.append(Place(place, "", slots.MEMBERS, value))
             return []
         fields = namespace_of(type(value)).get("_fields") if base is tuple else ()
-        elements: Slots = []
+        elements: PlaceValues = []
         for index, each in enumerate(held):
             label = f"[{index}]"
             if base is list or base is collections.deque:
@@ -627,14 +627,14 @@ class Walk:
             elements.append((slot, each))
         return elements
 
-    def _referent(self, value: Any, place: Place, shape: Shape) -> Slots:
+    def _referent(self, value: Any, place: Place, shape: Shape) -> PlaceValues:
         """What a weak reference or a context variable refers to at this moment."""
         is_weak = shape.base is weakref.ref
         label, way = ("()", slots.TARGET) if is_weak else (".get()", slots.CONTEXT_VALUE)
         slot = Place(place, label, way, value)
         return [(slot, slot.get())]
 
-    def _memory(self, value: Any, place: Place, shape: Shape) -> Slots:
+    def _memory(self, value: Any, place: Place, shape: Shape) -> PlaceValues:
         """The contents of a buffer, and its attributes."""
         size = slots.size_of(value)
         if size <= _MOST_PLAIN:
@@ -642,12 +642,12 @@ class Walk:
         # A pointer refers to objects; so does a structure or an array that holds one.
         return _fixed(place, slots.pointed_to(value)) + self._attributes(value, place, shape)
 
-    def _proxied(self, value: Any, place: Place, shape: Shape) -> Slots:
+    def _proxied(self, value: Any, place: Place, shape: Shape) -> PlaceValues:
         """The dict behind a mapping proxy, whose own methods would run those of a user's
         mapping."""
         return _fixed(place, gc.get_referents(value))
 
-    def _unwrapped(self, value: Any, place: Place, shape: Shape) -> Slots:
+    def _unwrapped(self, value: Any, place: Place, shape: Shape) -> PlaceValues:
         """What a runner or wrapper of graphrt runs inside of a graph; and what a user's subclass of
         it adds. The rest of it changes at each of its own steps."""
         inner = _fixed(place, [shape.base.unwrap(value)])
@@ -660,11 +660,11 @@ class Walk:
 
     # Code ----------------------------------------------------------------------------------------
 
-    def _function(self, value: Any, place: Place, shape: Shape) -> Slots:
+    def _function(self, value: Any, place: Place, shape: Shape) -> PlaceValues:
         """A function's closure and attributes; of a user's also defaults and the globals used."""
         separator, code = "" if place.owner is None else ", ", value.__code__
         library = is_library(str(value.__globals__.get("__name__")), value.__globals__)
-        variables: Slots = []
+        variables: PlaceValues = []
         for name, cell in zip(code.co_freevars, value.__closure__ or (), strict=False):
             slot = Place(place, f"{separator}closure {name}", slots.CELL, cell)
             each = slot.get()
@@ -708,7 +708,7 @@ class Walk:
         if "argv" in names:
             self.take([(Place(place, "sys.argv", slots.ITEM, vars(sys), "argv"), sys.argv)])
 
-    def _imported(self, value: Any, place: Place, shape: Shape) -> Slots:
+    def _imported(self, value: Any, place: Place, shape: Shape) -> PlaceValues:
         """A user's module that is held as an object: what some code names, whichever it is."""
         held = slots.module_globals(value)
         self._imported_modules[id(value)] = place, held
@@ -761,7 +761,7 @@ class Walk:
                     self._looked_up.add(all_names)
                     self._globals(owner, inner, names)
 
-    def _bound(self, value: Any, place: Place, shape: Shape) -> Slots:
+    def _bound(self, value: Any, place: Place, shape: Shape) -> PlaceValues:
         """The object and the function of a bound method: it never gets others."""
         is_root = place.owner is None
         parts = _fixed(place, [value.__self__], "" if is_root else ".__self__")
@@ -771,16 +771,16 @@ class Walk:
             parts += _fixed(place, [function], f".{function.__name__}" if is_named else "")
         return parts
 
-    def _partial(self, value: Any, place: Place, shape: Shape) -> Slots:
+    def _partial(self, value: Any, place: Place, shape: Shape) -> PlaceValues:
         """The function of a `partial`, its arguments, and its attributes."""
-        parts: Slots = []
+        parts: PlaceValues = []
         for name in ("func", "args", "keywords"):
             parts += _fixed(place, [vars(functools.partial)[name].__get__(value)], f".{name}")
         return parts + self._attributes(value, place, shape)
 
-    def _class(self, value: Any, place: Place, shape: Shape) -> Slots:
+    def _class(self, value: Any, place: Place, shape: Shape) -> PlaceValues:
         """The attributes of a user's class, and the methods that code names; other methods wait."""
-        values: Slots = []
+        values: PlaceValues = []
         self._keys(Place(None, f"{name_of(value)}.", FIXED, value), value)
         for name, each in namespace_of(value).copy().items():
             kind = self._shapes[type(each)].kind
@@ -816,7 +816,7 @@ class Walk:
         self.places.code.append((place, value))
         self._take_named(Place(place.owner, place.label, FIXED, value), value)
 
-    def _descriptor(self, value: Any, place: Place, shape: Shape) -> Slots:
+    def _descriptor(self, value: Any, place: Place, shape: Shape) -> PlaceValues:
         """The functions in a property, a static or a class method."""
         self._dict(value, place, shape)
         held = gc.get_referents(value)
@@ -826,7 +826,7 @@ class Walk:
         others = (Kind.PLAIN, Kind.CONTAINER)
         return _fixed(place, [each for each in held if self._shapes[type(each)].kind not in others])
 
-    def _cached(self, value: Any, place: Place, shape: Shape) -> Slots:
+    def _cached(self, value: Any, place: Place, shape: Shape) -> PlaceValues:
         """A function with an `lru_cache`: what is in the cache now, and the function."""
         self._dict(value, place, shape)
         return _fixed(place, cached_results(value), ", cached") + _fixed(place, [value.__wrapped__])
@@ -840,7 +840,7 @@ def cached_results(cache: Any) -> list[Any]:
     return [each for each in held if shape_of(type(each)).base in (torch.Tensor, tuple)]
 
 
-def _fixed(place: Place, values: Iterable[Any], label: str = "") -> Slots:
+def _fixed(place: Place, values: Iterable[Any], label: str = "") -> PlaceValues:
     """Slots of the object at `place` that always hold these values."""
     return [(Place(place, label, FIXED, each), each) for each in values]
 
@@ -911,7 +911,7 @@ def _names_of(of: type) -> frozenset[str]:
     return frozenset().union(*(_names_in(f.__code__) for f in functions if hasattr(f, "__code__")))
 
 
-_READERS: dict[Kind, Callable[[Walk, Any, Place, Shape], Slots]] = {
+_READERS: dict[Kind, Callable[[Walk, Any, Place, Shape], PlaceValues]] = {
     **dict.fromkeys((Kind.OBJECT, Kind.MODULE, Kind.TENSOR), Walk._attributes),
     Kind.CONTAINER: Walk._contents,
     Kind.REFERENCE: Walk._referent,

@@ -29,9 +29,9 @@ from graphrt.trust.watching.rows import Rows
 from graphrt.trust.watching.writes import Region, SavedWrites
 
 _NO_PADS: Mapping[str, int] = MappingProxyType({})
-Slots: TypeAlias = Mapping[str, tuple[torch.Tensor, frozenset[int]]]
+IndexValues: TypeAlias = Mapping[str, tuple[torch.Tensor, frozenset[int]]]
 """Index input -> its live values in a step, and the addresses of its buffers in graphs."""
-_NO_SLOTS: Slots = MappingProxyType({})
+_NO_VALUES: IndexValues = MappingProxyType({})
 
 
 class PaddingRow:
@@ -173,14 +173,14 @@ class PaddingRows:
         rows: Sequence[PaddingRow],
         before: Sequence[torch.Tensor],
         after: Sequence[torch.Tensor],
-        slots: Slots = _NO_SLOTS,
+        indices: IndexValues = _NO_VALUES,
     ) -> None:
         """Note that a run without padding has found these contents, and left those, with these
         values of its index inputs."""
 
         def note() -> None:
             for row, was, now in zip(rows, before, after, strict=True):
-                if not row.is_nobodys and self._sends_to_nobody(row, slots):
+                if not row.is_nobodys and self._sends_to_nobody(row, indices):
                     for each in self.rows:
                         each.is_nobodys |= each.source == row.source
                 if not row.is_nobodys:
@@ -188,11 +188,11 @@ class PaddingRows:
 
         unseen(note)
 
-    def _sends_to_nobody(self, row: PaddingRow, slots: Slots) -> bool:
+    def _sends_to_nobody(self, row: PaddingRow, indices: IndexValues) -> bool:
         """Whether live tokens have the address of padding where no request can have it: the host
         sends them to nobody. A position or a block table, from which the forward computes slots,
         does not say it."""
-        for name, (values, addresses) in slots.items():
+        for name, (values, addresses) in indices.items():
             pad = self._pads.get(name)
             if pad is not None and values.dim() == 1 and not addresses.isdisjoint(row.source):
                 sent = int((values == pad).sum())

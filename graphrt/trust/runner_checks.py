@@ -28,7 +28,7 @@ from graphrt.trust.checks import NO_INPUTS, Checks
 from graphrt.trust.reads import ReadSet
 from graphrt.trust.snapshot import StateSnapshot
 from graphrt.trust.trial import Trial
-from graphrt.trust.trials import EagerRuns, StepRuns, slots_of
+from graphrt.trust.trials import EagerRuns, StepRuns, index_values_of
 from graphrt.trust.verdict import TriedGraph, Verdict
 from graphrt.trust.warm_up import WarmedUp, WatchedState
 
@@ -137,7 +137,7 @@ class RunnerChecks(Checks):
         before = padding.read(padding.first_rows)
         outputs = self._run_alone(executor, step)
         after = padding.read(padding.first_rows)
-        padding.note_used(padding.first_rows, before, after, slots_of(executor, step))
+        padding.note_used(padding.first_rows, before, after, index_values_of(executor, step))
         self.look_at_padding()
         return outputs
 
