@@ -33,8 +33,8 @@ Slots: TypeAlias = Mapping[str, tuple[torch.Tensor, frozenset[int]]]
 """Index input -> its live values in a step, and the addresses of its buffers in graphs."""
 _NO_SLOTS: Slots = MappingProxyType({})
 _SPOILT = (
-    "\n    padding of earlier steps has written there: unless its request has written the whole row "
-    "since, the row is spoilt already, and the request has to start again"
+    "\n    padding of earlier steps has written there: unless its request has written the whole "
+    "row since, the row is spoilt already, and the request has to start again"
 )
 
 
