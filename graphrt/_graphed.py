@@ -579,8 +579,9 @@ class _AddressedWrites(Watch):  # type: ignore[no-untyped-call]
             key, ref, shape = ours.tensor
             if ref.expired() or key in inputs or self._is_scratch(ours, theirs):
                 continue
-            names = [name for name in ours.deciding if _is_whole(self._given[name])]
-            name = (names or [*ours.deciding])[0]
+            # Numbers of rows and masks say more than values that were compared.
+            names = sorted(ours.deciding, key=lambda each: not _is_whole(self._given[each]))
+            name = names[0]
             raise InvalidInputError(
                 f"input {name!r} addresses a write into memory that lasts, and padding rows would "
                 "write there too",
@@ -601,20 +602,24 @@ class _AddressedWrites(Watch):  # type: ignore[no-untyped-call]
 
     def _advice(self, rows: Mapping[str, int | None], shape: tuple[int, ...]) -> str:
         """How to declare the padding of these inputs, which write memory of a `shape`."""
-        if not rows:
-            return (
-                "pass the rows to write as an integer input, and say how it is padded: "
-                "InputSpec(..., index=True, pad=...)"
-            )
         has_rows, specs, known = math.prod(shape) > 1, [], []
+        has_whole = any(_is_whole(self._given[name]) for name in rows)
         for name, row in rows.items():
-            spec = self._guessed[name]
+            spec, is_whole = self._guessed[name], _is_whole(self._given[name])
             pad = "False" if spec.dtype is torch.bool else "P" if row is None else str(row)
-            index = "index=True, " if has_rows and spec.dtype is not torch.bool else ""
+            index = "index=True, " if has_rows and is_whole and pad != "False" else ""
             axes = str(spec.shape).replace("'", '"')
-            specs.append(f'"{name}": InputSpec({spec.dtype}, {axes}, {index}pad={pad})')
-            known.append(pad)
+            # Of a float beside others these decide what padding writes.
+            padding = f", {index}pad={pad}" if is_whole or not has_whole else ""
+            specs.append(f'"{name}": InputSpec({spec.dtype}, {axes}{padding})')
+            known += [pad] if is_whole else []
         axes = f"axes={{{', '.join(specs)}}}"
+        if not has_whole:
+            return (
+                f"{axes}, with a P whose rows write nothing. If there is none: add a bool input "
+                "that is True in each row, write where it is True alone, and declare it too: "
+                '"live": InputSpec(torch.bool, ("rows",), pad=False)'
+            )
         if {*known} == {"False"}:
             return f"{axes}, if rows of False write nothing; else pad=True"
         if not has_rows:
@@ -623,7 +628,8 @@ class _AddressedWrites(Watch):  # type: ignore[no-untyped-call]
                 "input, or a bool mask of the rows to count, with pad=False"
             )
         if "P" in known:
-            names = " and ".join(f"`{name}`" for name, row in rows.items() if row is None)
+            unknown = [name for name, spec in zip(rows, specs, strict=True) if "pad=P" in spec]
+            names = " and ".join(f"`{name}`" for name in unknown)
             return f"{axes}, with for P a value of {names} whose place in the memory is nobody's"
         spare = ", ".join(pad for pad in known if pad != "False")
         larger = "make the memory one row larger, and pad with that row"

@@ -165,6 +165,15 @@ def advised(error: InvalidInputError) -> dict[str, InputSpec]:
     return axes
 
 
+def advised_with(text: str, pad: float) -> dict[str, InputSpec]:
+    """The axes that an error advises, with a padding for P."""
+    shown = re.search(r"axes=(\{.*?\)\})", text)
+    assert shown
+    names = {"InputSpec": InputSpec, "torch": torch, "P": pad}
+    axes: dict[str, InputSpec] = eval(shown[1], names)
+    return axes
+
+
 @pytest.mark.parametrize("off", [False, True])
 def test_an_input_that_addresses_a_cache_needs_its_padding(off: bool) -> None:
     """The advice has the spec to write, and works when followed."""
@@ -453,14 +462,59 @@ def test_memory_that_the_first_call_alone_fills_is_no_workspace() -> None:
         GRAPHED(forward, (torch.rand(4, 6), torch.tensor([1, 2, 3, 4])))
 
 
-def test_rows_that_a_float_input_decides_are_refused() -> None:
-    """No float has a padding that addresses nothing."""
-    cache = torch.zeros(9, 4)
-    with pytest.raises(InvalidInputError, match="pass the rows to write as an integer input"):
-        GRAPHED(
-            lambda x, at: x + cache.index_add_(0, at.long(), x).sum() * 0,
-            (torch.rand(3, 4), torch.tensor([1.0, 2.0, 3.0])),
-        )
+Kept, Floats, Live = torch.Tensor, torch.Tensor, torch.Tensor
+# Kind of a write by values of a float input -> a padding whose rows write nothing (None: there is
+# none), and the write; `live` is True in each row.
+BY_FLOATS: dict[str, tuple[float | None, Callable[[Kept, Floats, Live], object]]] = {
+    "where out=": (0.0, lambda ws, x, live: torch.where(x > 0, x, ws, out=ws)),
+    "where copied": (-1.0, lambda ws, x, live: ws.copy_(torch.where(x >= 0, x, ws))),
+    "masked_fill_": (0.0, lambda ws, x, live: ws.masked_fill_(x > 0.5, 1.0)),
+    "rows of floats": (
+        8.0,
+        lambda ws, x, live: ws.index_copy_(0, x[:, 0].clamp(0, 8).round().long(), x),
+    ),
+    "where out=, masked": (
+        None,
+        lambda ws, x, live: torch.where(live[:, None] & (x + 1 > 0.5), x + 1, ws, out=ws),
+    ),
+    "index, masked": (
+        None,
+        lambda ws, x, live: ws.index_add_(
+            0, ((x[:, 0] + 1) > 1.5).long(), torch.where(live[:, None], x + 1, 0.0)
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("way", BY_FLOATS)
+def test_the_advice_for_writes_that_a_float_input_decides_works_when_followed(way: str) -> None:
+    """A padding that writes nothing; without one, a bool input that says which rows are live."""
+    pad, write = BY_FLOATS[way]
+    kept = [torch.zeros(9, 4), torch.zeros(9, 4)]
+
+    def forward(of: torch.Tensor) -> Callable[..., torch.Tensor]:
+        def run(x: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
+            rows = of[: len(x)] if "where" in way or "fill" in way else of
+            write(rows, x, live)
+            return x * 2
+
+        return run
+
+    def live(count: int) -> torch.Tensor:
+        return torch.ones(count, dtype=torch.bool)
+
+    given = torch.rand(4, 4), live(4)
+    with pytest.raises(InvalidInputError, match="addresses a write") as raised:
+        GRAPHED(forward(kept[0]), given)
+    text = str(raised.value)
+    axes = advised_with(text, pad if pad is not None else 0.0)
+    assert ("live" in axes) or "add a bool input that is True in each row" in text
+    fast = GRAPHED(forward(kept[0]), given, axes=axes)
+    for count in (1, 4, 3, 2, 3, 1, 4):
+        x = torch.rand(count, 4) * 3 - 1
+        assert torch.equal(fast(x, live(count)), forward(kept[1])(x, live(count)))
+        assert fast.runner.last_dispatch.reason is Reason.HIT
+        assert torch.equal(kept[0][:8], kept[1][:8])
 
 
 def test_masks_of_attention_and_values_that_are_kept_are_not_taken_for_addresses() -> None:

@@ -14,9 +14,9 @@ changes one of them, such as the scale of an adapter, would get the replays of b
 
 CPython tells of dicts alone, from 3.12 on. Lists, cells of closures, `__slots__`, other memory of a
 tensor, an object's class and a replaced `__dict__` are compared by glances, a few at each step, and
-without a watcher so is everything: see glances.py. Only `take` sees what is in small
-arrays of NumPy's and, without a watcher, attributes that a host adds to a class. What is in C is
-not seen at all.
+without a watcher so is everything: see glances.py. Only `take` sees what is in NumPy arrays of 4 to
+64 KiB and, without a watcher, attributes that a host adds to a class. What is in C is not seen at
+all.
 """
 
 from __future__ import annotations

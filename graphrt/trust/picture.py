@@ -36,6 +36,8 @@ _IN_C = (dict, OrderedDict, list, MappingProxyType)
 _FIRST = operator.itemgetter(0)
 MOST_BAKED_BYTES = 1 << 16
 """A larger array is not compared between steps."""
+_MOST_GLANCED_BYTES = 1 << 12
+"""A larger array is compared by looks alone: a step would take microseconds for it."""
 _LONGEST_TEXT = 60
 """Longer texts are told by their length: they may be prompts."""
 
@@ -150,14 +152,14 @@ class Picture(Reading):
         # Those of containers keep their order.
         lengths |= places.keys
         found = map(_FIRST, (*places.objects, *places.outline))
-        self.glanced = [*found, *places.numbers, *lengths.values()]
+        small, large = list[Place](), list[Place]()
+        for place, array in places.arrays:
+            if array.nbytes <= MOST_BAKED_BYTES:
+                rows = small if array.nbytes <= _MOST_GLANCED_BYTES else large
+                rows.append(Place(place, "", slots.BYTES, array))
+        self.glanced = [*found, *places.numbers, *lengths.values(), *small]
         """The places that steps glance at, in the order of the walk, which `ring_of` goes by."""
-        rows = [*self.glanced, *map(_FIRST, places.tensors), *places.aside]
-        rows += [
-            Place(place, "", slots.BYTES, array)
-            for place, array in places.arrays
-            if array.nbytes <= MOST_BAKED_BYTES
-        ]
+        rows = [*self.glanced, *map(_FIRST, places.tensors), *places.aside, *large]
         for place, tensor in {id(each[1]): each for each in reversed(places.tensors)}.values():
             is_bare = type(tensor) in tree.BARE and tensor.layout is torch.strided
             parts = tree.PLACEMENT if is_bare and where_is(tensor) is not None else (where_is,)

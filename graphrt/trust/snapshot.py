@@ -132,7 +132,7 @@ class PythonState(Reading):
     def __init__(self, places: Places) -> None:
         # Holders first: `restore` puts an old container back before what was in it.
         objects, content = [*map(_FIRST, places.objects)], []
-        objects += map(_FIRST, (*places.arrays, *places.tensors))
+        objects += map(_FIRST, places.tensors)
         for place, items in places.containers:
             if len(items) <= _MOST_ITEMS:
                 content.append(Place(place, "", slots.CONTENTS, items, slots.base_of(items)))

@@ -171,7 +171,8 @@ class Trial:
         self._judge()
         if undone or (self.options.strict and self._verdict.failure is not None):
             self._state.restore()
-        self._padding.end(padded=self.step.is_padded)
+        stays = not undone and self._verdict.failure is None
+        self._padding.end(padded=self.step.is_padded, stays=stays)
         return self._verdict
 
     @undoing

@@ -60,7 +60,7 @@ def weight_read_through_numpy(device):
     )
 
 
-@defect("host read", "silent", devices=("cpu",))
+@defect("host read", "late", devices=("cpu",))
 def numpy_array_taken_before(device):
     scale = torch.ones(8)
     array = scale.numpy()

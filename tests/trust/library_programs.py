@@ -25,6 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import distributions, nn
 from torch.utils._pytree import tree_structure
@@ -258,6 +259,27 @@ holds(
     lambda held: held[0],
     lambda held: held.__setitem__(0, 3.0),
     "array of Python",
+)
+holds(
+    "dict",
+    lambda: types.SimpleNamespace(scales=np.array([1.0, 2.0])),
+    lambda held: float(held.scales[0]),
+    lambda held: setattr(held, "scales", np.array([3.0, 2.0])),
+    "array of NumPy in the place of another",
+)
+holds(
+    "glance",
+    lambda: np.array([1.0, 2.0]),
+    lambda held: float(held[0]),
+    lambda held: held.__setitem__(0, 3.0),
+    "element of an array of NumPy",
+)
+holds(
+    "glance",
+    lambda: [np.array([1.0]), np.array([1.0])],
+    lambda held: float(held[1][0]),
+    lambda held: held.__setitem__(1, np.array([3.0])),
+    "array of NumPy in a list",
 )
 holds(
     "glance",

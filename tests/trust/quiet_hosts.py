@@ -33,6 +33,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -208,6 +209,15 @@ keeps(
     ),
     histogram=lambda: (torch.zeros(4), lambda s, step: s[step % 4].add_(1)),
     tensor_of_figures=lambda: (torch.zeros(8), lambda s, step: s.copy_(torch.full((8,), step))),
+    array_of_figures=lambda: (np.zeros(4), lambda s, step: s.fill(step)),
+    new_array=lambda: (
+        types.SimpleNamespace(lengths=None),
+        _set("lengths", lambda step: np.arange(step % 3)),
+    ),
+    arrays_of_requests=lambda: (
+        {},
+        lambda s, step: (s.update({step: np.full(2, step)}), s.pop(step - 3, None)),
+    ),
     random_generator=lambda: (random.Random(0), lambda s, step: s.random()),
     torch_generator=lambda: (torch.Generator(), lambda s, step: torch.rand(1, generator=s)),
     iterator=lambda: (itertools.count(), lambda s, step: next(s)),
@@ -306,6 +316,31 @@ def cached_property(of: Host) -> Between:
         of.state.table.rows.append(step)
         if step % 4 == 0:
             of.state.table = Table()
+
+    return between
+
+
+@host
+def array_that_the_forward_counts_in(of: Host) -> Between:
+    of.state = np.zeros(2, np.int64)
+    of.seen = lambda x: np.add(of.state, 1, out=of.state)
+    return lambda step: None
+
+
+@host
+def array_that_the_forward_replaces(of: Host) -> Between:
+    of.state = types.SimpleNamespace(last=np.zeros(1))
+    of.seen = lambda x: setattr(of.state, "last", np.zeros(len(x)))
+    return lambda step: setattr(of.state, "last", np.full(1, step))
+
+
+@host
+def arrays_that_share_memory_with_weights(of: Host) -> Between:
+    of.state = of.net.shift.numpy(), of.net.scale.numpy()
+
+    def between(step: int) -> None:
+        of.net.shift.fill_(step)
+        of.state[1].fill(step / 2)
 
     return between
 

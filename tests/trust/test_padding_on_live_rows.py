@@ -510,6 +510,33 @@ def test_the_error_names_the_input_its_padding_the_row_and_a_spare_row():
     assert "one row (or page) more" in str(raised.value)
 
 
+def by_decay(pad: int, rows: int = ROWS) -> Program:
+    """Each step goes on from the old contents of its rows, as states of Mamba do."""
+    cache = torch.zeros(rows, WIDTH)
+
+    def forward(x, slot):
+        cache[slot] = cache[slot] * 0.5 + x + 1
+        return cache[slot]
+
+    return forward, {"x": X, "slot": index(pad)}
+
+
+# Five rows run eagerly, and four as a replay, which is seen at `always` alone.
+@pytest.mark.parametrize(("check", "rows"), [("capture", 5), *(("always", n) for n in (1, 4, 5))])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_the_warning_says_that_the_row_is_spoilt_if_padding_wrote_it_before(
+    check: str, rows: int, is_first: bool
+) -> None:
+    owner = {"x": x(rows, 3.0), "slot": torch.arange(rows)}
+    padded = {"x": x(3, 2.0), "slot": t(6, 7, 8)}
+    steps = [padded, padded, padded, owner] if is_first else [owner, padded, padded]
+    rights, words = zip(*served(lambda: by_decay(0), steps, check=check), strict=True)
+    (said,) = [each for each in words[-1] if "padding writes state" in each]
+    assert ("the row is spoilt already" in said) is is_first
+    # A request that comes after the padding goes on from its contents.
+    assert rights == (True, True, True, not is_first)[: len(steps)]
+
+
 def test_after_an_eager_step_on_padding_s_row_no_graph_of_any_kind_serves():
     forward, inputs = by_slots(0, bias=1.0)
     runner = GraphRunner(forward, mode="FULL", sizes=[1, 4], inputs=inputs)

@@ -385,7 +385,7 @@ class Places:
     def objects(self) -> PlaceValues:
         """The slots, but those of tensors, in which another object may be at another time."""
         changing = [each for each in self.slots if each[0].way not in (FIXED, slots.BASE)]
-        return [*self.code, *changing, *self.packed]
+        return [*self.code, *changing, *self.packed, *self.arrays]
 
 
 def places_of(forward: Any, *, limit: int = 20_000) -> Places:

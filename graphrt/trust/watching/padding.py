@@ -32,6 +32,10 @@ _NO_PADS: Mapping[str, int] = MappingProxyType({})
 IndexValues: TypeAlias = Mapping[str, tuple[torch.Tensor, frozenset[int]]]
 """Index input -> its live values in a step, and the addresses of its buffers in graphs."""
 _NO_VALUES: IndexValues = MappingProxyType({})
+_SPOILT = (
+    "\n    padding of earlier steps has written there: unless its request has written the whole "
+    "row since, the row is spoilt already, and the request has to start again"
+)
 
 
 class PaddingRow:
@@ -55,6 +59,8 @@ class PaddingRow:
         """Whether the contents reach the next step: scratch memory is overwritten before."""
         # Whether the warm-up has changed the contents; None before these are put back.
         self.warmed_up: bool | None = None
+        # Whether padding of a served step, whose effects stay, has changed the contents.
+        self.is_overwritten = False
         self.is_nobodys = False
         """Whether the host sends live tokens there that belong to nobody, such as rejected ones."""
 
@@ -147,9 +153,12 @@ class PaddingRows:
             if last is not None and is_known and not _is_uniform(now):
                 self._note_used(row, last, now)
 
-    def end(self, *, padded: bool) -> None:
-        """After the runs of a trial, or of a capture: note the contents that stay."""
+    def end(self, *, padded: bool, stays: bool = False) -> None:
+        """After the runs of a trial, or of a capture: note the contents that stay. `stays` says
+        that these are of the step as it was asked for, with its padding."""
         self._is_observed &= self._sees_all or not padded
+        for row in self.rows:
+            row.is_overwritten |= stays and row.replaced is not None
         unseen(self._end)
 
     def _end(self) -> None:
@@ -252,7 +261,8 @@ class PaddingRows:
 
     def conflict(self) -> str | None:
         """The first row that padding writes and live rows use, in words."""
-        return unseen(lambda: next((row.name for row in self.rows if row.is_spoilt()), None))
+        row = unseen(lambda: next((row for row in self.rows if row.is_spoilt()), None))
+        return None if row is None else row.name + _SPOILT * row.is_overwritten
 
 
 def _apart(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
