@@ -181,6 +181,11 @@ class ReadSet:
         return places if is_same else places_of(self._forward)
 
     @property
+    def written(self) -> set[int]:
+        """The keys of the storages that watched runs have written."""
+        return {key for key, (_, use) in self._held.items() if use and use.is_written}
+
+    @property
     def held(self) -> Collection[int]:
         """The keys of the storages that graphs use."""
         return self._held.keys()

@@ -30,7 +30,7 @@ from graphrt.trust.snapshot import StateSnapshot
 from graphrt.trust.trial import Trial
 from graphrt.trust.trials import EagerRuns, StepRuns, index_values_of
 from graphrt.trust.verdict import TriedGraph, Verdict
-from graphrt.trust.warm_up import WarmedUp, WatchedState
+from graphrt.trust.warm_up import MovedSlots, WarmedUp, WatchedState
 
 _SEED = 0
 """The seed of the generator that examples are made with: the same on every rank."""
@@ -44,6 +44,7 @@ class RunnerChecks(Checks):
     def __init__(self, setup: RunnerSetup) -> None:
         # The operators of each kind's watched warm-up.
         self.warmed_up: dict[Hashable, WarmedUp] = {}
+        self._moved = MovedSlots()
         reads = ReadSet(
             setup.forward,
             watched=setup.options.checks("capture"),
@@ -62,6 +63,7 @@ class RunnerChecks(Checks):
     def reset(self) -> None:
         super().reset()
         self.warmed_up.clear()
+        self._moved = MovedSlots()
         self.reads.forget()
 
     def forget_kind(self, kind: Hashable) -> None:
@@ -76,6 +78,7 @@ class RunnerChecks(Checks):
             StateSnapshot(platform.device_type, limit, setup.host.state),
             self.reads,
             self.warmed_up,
+            self._moved,
             pad_rows=[*padded_inputs.index_pads(declared).values()],
             with_rows=frozenset[str]().union(*declared.by_axis.values()),
             is_in_graphs=setup.pool._is_in_graphs,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -59,6 +59,18 @@ class WarmedUp(NamedTuple):
 
 
 @dataclass
+class MovedSlots:
+    """The Python slots, by their paths, that the forward of a runner changes. A session goes on
+    from what earlier ones have seen."""
+
+    by_runs: set[str] = field(default_factory=set)
+    """Those that several runs have changed, or an eager part."""
+    by_captures: dict[Hashable, frozenset[str]] = field(default_factory=dict)
+    """(mode, kind) -> those that each capture changes which a warm-up came before: every call
+    does."""
+
+
+@dataclass
 class WatchedState(RunWatch):
     """The state of a forward during one capture session: what `state` declares, and, if `reads`
     is watched, what warm-ups write. A session calls `run` for each warm-up and `capture` for each
@@ -68,6 +80,7 @@ class WatchedState(RunWatch):
     state: StateSnapshot
     reads: ReadSet
     warmed_up: dict[Hashable, WarmedUp]
+    moved: MovedSlots
     pad_rows: Sequence[int]
     """The padding values of index inputs: rows of these numbers may be written."""
     is_in_graphs: Callable[[torch.Tensor], bool]
@@ -173,8 +186,10 @@ class WatchedState(RunWatch):
             self.is_in_graphs,
             {*self.reads.remade},
             _Namespaces(places),
+            self.moved,
         )
         self._moves = moves
+        self._steady |= self.reads.written
         return moves
 
     def _watch(
@@ -266,7 +281,7 @@ class WatchedState(RunWatch):
             # Where nothing runs, writes matter only if every call moves something in Python: else a
             # first call is known by what it moves there.
             runs = self.capture_executes or not in_one or mode is GraphMode.PIECEWISE
-            if runs or moves.of_captures.get((mode, descriptor.kind)):
+            if runs or self.moved.by_captures.get((mode, descriptor.kind)):
                 records = not self.capture_executes
                 self._tried = self._write_watch(moves, descriptor.num_tokens, records=records)
                 call = partial(self._tried.around, call)
@@ -299,10 +314,14 @@ class WatchedState(RunWatch):
         regions = self._writes_of_size.regions
         return len(tree.tensors([(each.was, each.rows.at) for each in regions]))
 
-    def may_try(self) -> bool:
+    def may_try(self, kind: Hashable) -> bool:
+        if not self.reads.watched:
+            return True
+        if kind not in self.warmed_up:
+            return False
         # A single result cannot be taken out of a cache of functools; and a size alone may put a
         # tensor there.
-        return self._moves is None or not self._moves.namespaces.cached()
+        return not (self._moves or self._begin()).namespaces.cached()
 
     def contradicts(self) -> bool:
         moves, tried = self._moves, self._tried
@@ -333,6 +352,8 @@ class WatchedState(RunWatch):
         return self.reads.are_on_host()
 
     def give_up(self) -> None:
+        if self._moves is not None:
+            self._moves.settle(self.reads, contents=self.has_parts)
         if self.reads.watched:
             self.reads.settle()
 
@@ -440,10 +461,6 @@ class _NotedParts(SideDoors):
         return result
 
 
-_Key: TypeAlias = tuple[int, str]
-"""Which slot: the `id` of its holder, and its label."""
-
-
 class _Namespaces:
     """What a forward's objects, tensors, classes and modules have by names, and how much is in its
     caches of functools: a new name, or result, is in no slot."""
@@ -498,9 +515,7 @@ class _Moves:
     """Where a run has put a tensor that it computed without its inputs, as hooks that normalize a
     weight do at every call."""
     namespaces: _Namespaces
-    of_captures: dict[Hashable, frozenset[_Key]] = field(default_factory=dict)
-    """(mode, kind) -> the slots that the captures change which a warm-up came before: every call
-    does."""
+    known: MovedSlots
     of_parts: set[int] = field(default_factory=set)
     """Indices of the slots that eager parts have changed: put back even if that was once."""
     has_moved: bool = False
@@ -513,12 +528,15 @@ class _Moves:
     by them counts as two."""
 
     def __post_init__(self) -> None:
-        # index of a slot -> how many runs have changed it.
-        self._counts = [0] * len(self.python.slots)
+        # index of a slot -> how many runs have changed it: one, if those of earlier sessions have.
+        known = self.known.by_runs
+        self._counts = [int(bool(known) and each.path in known) for each in self.python.slots]
         # The values before the run under way, or after the last one.
         self._last: Sequence[Any] = self.python.was
         # `_last` and `_counts` as of before the last run, for `take_back`.
         self._before_run: tuple[Sequence[Any], list[int]] = self._last, self._counts
+        # Whether what was taken back had changed anything.
+        self._is_changed = False
         # The slots that runs of this session have made, if any, with their values before a capture.
         self._made: PythonState | None = None
         self._made_before: Sequence[Any] = ()
@@ -527,7 +545,7 @@ class _Moves:
 
     def begin(self, reads: ReadSet) -> None:
         """Before an eager run: no run of the forward has made the changes since the last one."""
-        self.has_moved = False
+        self.has_moved = self._is_changed = False
         if self.is_captured:
             # Now, as the run will replace the tensors that captures left.
             self.note_left(reads.places().keyed)
@@ -543,14 +561,14 @@ class _Moves:
         self._made = PythonState(places).without(self.python)
         self._made_before = self._made.was
 
-    def _moved(self, now: Sequence[Any]) -> dict[_Key, Any]:
-        """The slots that the run under way has changed, those among them that earlier runs have
-        made, and what is in them now."""
+    def _moved(self, now: Sequence[Any]) -> dict[str, Any]:
+        """The paths of the slots that the run under way has changed, those among them that earlier
+        runs have made, and what is in them now."""
         pairs = [(self.python, self._last, now)]
         if self._made is not None:
             pairs.append((self._made, self._made_before, self._made.take()))
         return {
-            (id(python.slots[at].holder), python.slots[at].label): after[at]
+            python.slots[at].path: after[at]
             for python, before, after in pairs
             for at in python.moved_slots(before, after)
         }
@@ -558,12 +576,12 @@ class _Moves:
     def take_back(self) -> bool:
         """Put back, and do not count, what the last run has changed; returns whether it has."""
         self._last, self._counts = self._before_run
-        has_changed = self.namespaces.have_grown() or bool(self._moved(self.python.take()))
+        self._is_changed |= self.namespaces.have_grown() or bool(self._moved(self.python.take()))
         self.namespaces.take_back()
         if self._made is not None:
             self._made.restore(self._made_before)
         self.python.restore(self._last)
-        return has_changed
+        return self._is_changed
 
     def holds_new(self) -> bool:
         """Whether the run under way has put anything but plain values into Python."""
@@ -587,11 +605,11 @@ class _Moves:
         now = self.python.take()
         moved = self._moved(now)
         if not is_tried:
-            known = self.of_captures.get(kind)
-            self.of_captures[kind] = frozenset(moved) if known is None else known & moved.keys()
+            known = self.known.by_captures.get(kind, moved)
+            self.known.by_captures[kind] = frozenset(known) & moved.keys()
         self.is_new = (
             self.namespaces.have_grown()
-            or not moved.keys() <= self.of_captures.get(kind, frozenset())
+            or not moved.keys() <= self.known.by_captures.get(kind, frozenset())
             or any(map(self.is_in_graphs, tree.tensors([*moved.values()])))
         )
         self.note(now)
@@ -627,6 +645,8 @@ class _Moves:
         with `contents`: eager parts may depend on them; without eager parts they are the host's.
         """
         python, put_back_at = self.python, set()
+        several = (at for at, count in enumerate(self._counts) if count > 1)
+        self.known.by_runs |= {python.slots[at].path for at in (*several, *self.of_parts)}
         tensors: list[tuple[Place, torch.Tensor]] = []
         for at, (slot, was) in enumerate(zip(python.slots, python.was, strict=True)):
             is_moved = self._counts[at] > 1 or at in self.of_parts

@@ -30,8 +30,9 @@ from graphrt.core.base.errors import (
     ResourceExhaustedError,
     SideDoorError,
 )
+from graphrt.core.base.torch_names import dispatch_modes
 from graphrt.core.device.contract import Capability, FirstCallError
-from graphrt.core.replay.recording import current_capture
+from graphrt.core.replay.recording import active, current_capture
 from graphrt.cpu import CpuPlatform
 from graphrt.cpu.graph import TapeGraph
 
@@ -84,9 +85,16 @@ class Recording(Device):
 
     def end_capture(self, graph: Any) -> bool:
         recorded = super().end_capture(graph)
+        self._undo()
+        return recorded
+
+    def abort_capture(self, graph: Any) -> None:
+        super().abort_capture(graph)
+        self._undo()
+
+    def _undo(self) -> None:
         for each, was in zip(self.state, self._before, strict=True):
             each.copy_(was)
-        return recorded
 
 
 def runner_of(
@@ -123,8 +131,25 @@ class Calls:
         return x * 2
 
 
+def by_calls(runner: GraphRunner) -> None:
+    """Capture each size in a session of its own, the largest first."""
+    while runner.capture_next():
+        pass
+
+
+def by_steps(runner: GraphRunner) -> None:
+    """The same by steps of a runner that is lazy."""
+    for size in reversed(SIZES):
+        runner(x=torch.ones(size, WIDTH))
+
+
 def attempts_of(runner: GraphRunner) -> dict[int, int]:
     return {each.descriptor.num_tokens: each.attempts for each in runner.report().graphs}
+
+
+def report_of(runner: GraphRunner) -> Any:
+    """What was captured, in the order of the captures."""
+    return runner.report().graphs
 
 
 def is_right(runner: GraphRunner, forward: Callable[..., torch.Tensor]) -> bool:
@@ -285,17 +310,18 @@ def test_after_a_first_size_that_has_no_room_the_next_one_is_warmed_up():
 
 
 def test_an_interrupted_attempt_is_not_repeated():
-    tries: list[int] = []
+    # What a capture has changed in Python is taken back, but no walk knows how far an iterator is.
+    tries = itertools.count()
 
     def forward(x):
         if len(x) == 4 and current_capture() is not None:
-            tries.append(len(x))
+            next(tries)
             raise KeyboardInterrupt
         return x * 2
 
     with pytest.raises(KeyboardInterrupt):
         runner_of(forward).capture()
-    assert len(tries) == 1
+    assert next(tries) == 1
 
 
 # What the first call of one size does, is found by its capture ------------------------------------
@@ -378,37 +404,45 @@ class Flags(Tables):
         return x * 3 if is_first else x * 2
 
 
+@pytest.mark.parametrize("capture", [GraphRunner.capture, by_calls, by_steps])
 @pytest.mark.parametrize("platform", [Device, Recording])
 @pytest.mark.parametrize(
     "kind", [Tables, Attributes, Cached, CachedBySmaller, ByClass, OnWeights, Flags]
 )
-def test_a_first_call_of_one_size_is_found_and_warmed_up(kind, platform):
+def test_a_first_call_of_one_size_is_found_and_warmed_up(kind, platform, capture):
     # Each of a class of its own, as some tables are attributes of that.
     model, twin = (type(kind.__name__, (kind,), {})() for _ in range(2))
     for size in SIZES:
         twin(torch.zeros(size, WIDTH))
-    runner = runner_of(model, platform())
-    runner.capture()
-    # Its largest size is warmed up, and all of those that have a cache with tensors then.
-    assert max(attempts_of(runner).values()) == (1 if kind is Cached else 2)
+    runner = runner_of(model, platform(), lazy=capture is by_steps)
+    capture(runner)
+    # Its largest size is warmed up, and all of those that have a cache with tensors then, also of
+    # a smaller size whose run has found the axes of the outputs.
+    is_at_once = capture is GraphRunner.capture
+    has_cache = kind is Cached or (kind is CachedBySmaller and not is_at_once)
+    assert max(attempts_of(runner).values()) == (1 if has_cache else 2)
     # What changes with the calls of a size is in quarantine anyway.
     for size in SIZES if kind is not Flags else ():
         x = torch.randn(size, WIDTH)
         assert torch.equal(runner(x=x), twin(x))
 
 
+@pytest.mark.parametrize("capture", [GraphRunner.capture, by_calls])
 @pytest.mark.parametrize("platform", [Device, Recording])
-def test_a_counter_of_calls_is_no_first_call(platform):
+def test_a_counter_of_calls_is_no_first_call(platform, capture):
     class Model:
-        calls = 0
+        def __init__(self):
+            self.calls = 0
 
         def __call__(self, x):
             self.calls += 1
             return x * 2
 
-    runner = runner_of(Model(), platform())
-    runner.capture()
+    model = Model()
+    runner = runner_of(model, platform())
+    capture(runner)
     assert attempts_of(runner) == dict.fromkeys(SIZES, 1)
+    assert model.calls == 0
 
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
@@ -518,6 +552,99 @@ def test_a_number_that_an_operator_is_given_is_not_recorded_as_a_tensor():
     assert set(attempts_of(runner).values()) == {1, 2}
     x = torch.ones(4, WIDTH)
     assert torch.equal(runner(x=x), forward(x))
+
+
+# Sessions after the first -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("check", ["off", "capture"])
+@pytest.mark.parametrize("capture", [GraphRunner.capture, by_calls, by_steps])
+def test_later_sessions_try_the_sizes_that_the_first_warm_up_has_told_of(capture, check):
+    runner = runner_of(lambda x: x * 2, check=check, lazy=capture is by_steps)
+    for _ in range(2):
+        capture(runner)
+        warm_ups = {each.descriptor.num_tokens: each.warm_up_s > 0 for each in report_of(runner)}
+        assert warm_ups == {8: True, 6: False, 4: False, 2: False}
+        # Nothing is known any more.
+        runner.release()
+
+
+def test_a_larger_size_than_was_warmed_up_is_warmed_up():
+    runner = runner_of(lambda x: x * 2, lazy=True)
+    for size in (4, 2, 8, 6):
+        runner(x=torch.ones(size, WIDTH))
+    warm_ups = {each.descriptor.num_tokens: each.warm_up_s > 0 for each in report_of(runner)}
+    assert warm_ups == {4: True, 2: False, 8: True, 6: False}
+
+
+@pytest.mark.parametrize("capture", [by_calls, by_steps])
+def test_two_failures_in_earlier_sessions_count(capture):
+    runner = runner_of(
+        failing_at_first(FIRST_CALLS[0], {6, 4, 2}), check="off", lazy=capture is by_steps
+    )
+    capture(runner)
+    assert attempts_of(runner) == {2: 1, 4: 2, 6: 2, 8: 1}
+
+
+@pytest.mark.parametrize("capture", [GraphRunner.capture, by_calls])
+def test_a_number_that_a_part_keeps_of_padding_is_put_back_by_each_session(capture):
+    class Model:
+        scale = 0.0
+
+        def __call__(self, x):
+            return self.part(x * 2)
+
+        @eager_break
+        def part(self, x):
+            self.scale = self.scale or float(len(x))
+            return x * self.scale
+
+    model = Model()
+    runner = runner_of(model, mode="PIECEWISE")
+    capture(runner)
+    assert model.scale == 0.0
+    assert torch.equal(runner(x=torch.ones(4, WIDTH)), torch.full((4, WIDTH), 8.0))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RefusedOpError, CaptureSyncError])
+@pytest.mark.parametrize("capture", [GraphRunner.capture, by_calls, by_steps])
+@pytest.mark.parametrize("platform", [Device, Recording])
+def test_a_tried_capture_that_fails_leaves_nothing_half_done(platform, capture, error):
+    state = torch.zeros(WIDTH)
+
+    class Model(Tables):
+        def __init__(self):
+            super().__init__()
+            self.calls, self.fails = 0, True
+
+        def __call__(self, x):
+            self.calls += 1
+            state.add_(1)
+            result = super().__call__(x) + state
+            if len(x) == 4 and self.fails and current_capture() is not None:
+                raise error("at four")
+            return result
+
+    model = Model()
+    device = platform() if platform is Device else platform(state)
+    runner = runner_of(model, device, lazy=capture is by_steps, check="capture")
+    if capture is by_steps:
+        for size in (8, 6):
+            runner(x=torch.zeros(size, WIDTH))
+    before, calls = state.clone(), model.calls
+    with pytest.raises(error):
+        runner(x=torch.ones(4, WIDTH)) if capture is by_steps else capture(runner)
+    assert torch.equal(state, before) and model.calls == calls
+    # Others had a table from their warm-up, which a first call would have made.
+    assert 4 not in model.tables or error is not KeyboardInterrupt
+    assert not dispatch_modes() and active.get() is None and current_context() is None
+    # Those before it serve, and its batches too: by a larger graph.
+    assert [each.descriptor.num_tokens for each in report_of(runner)] == [8, 6]
+    model.fails = False
+    x = torch.randn(4, WIDTH)
+    expected = x + torch.arange(6.0)[:4, None] * 2 + before + 1
+    assert torch.equal(runner(x=x), expected)
+    assert torch.equal(state, before + 1)
 
 
 # Replays of captures ------------------------------------------------------------------------------

@@ -229,9 +229,6 @@ class RunnerCapture:
             for mode in (GraphMode.FULL, GraphMode.PIECEWISE)
             if tries and (not _has_ranks() or (can_agree and mode is GraphMode.FULL))
         }
-        # (mode, kind) -> the tokens of its first graph, which was warmed up; how many further ones
-        # had to be; and the fewest blocks that a capture has left allocated.
-        self._warmed: dict[Hashable, tuple[int, int, int]] = {}
         # The seconds of the warm-ups of the graph under way.
         self._warm_up_s = 0.0
         # Notes which tensors eager parts have made. Only PIECEWISE captures ask for it; to watch an
@@ -390,13 +387,15 @@ class RunnerCapture:
         )
 
     def _is_tried(self, graph: graph_table.PreparedStep) -> bool:
-        """Whether a graph is captured without a warm-up first: not the first and largest of its
-        kind, nor after too many failures of that."""
-        kind, tokens = (graph.mode, graph.descriptor.kind), graph.descriptor.num_tokens
-        largest, failures, least = self._warmed.setdefault(kind, (tokens, 0, _MANY))
+        """Whether a graph is captured without a warm-up first: not the largest of its kind so far,
+        in this session or before, nor after too many failures of that."""
+        kind, tokens = graph.descriptor.kind, graph.descriptor.num_tokens
+        known = self._graphs.warmed.get((graph.mode, kind), (0, 0, _MANY))
+        largest, failures, least = known
+        self._graphs.warmed[graph.mode, kind] = max(largest, tokens), failures, least
         # Not where the first was dropped: nothing is known of a capture of the kind.
         is_known = tokens < largest and failures < _MOST_FAILURES and least < _MANY
-        return graph.mode in self._tried and is_known and self._state.may_try()
+        return graph.mode in self._tried and is_known and self._state.may_try(kind)
 
     def _warm_up_first(self, graph: graph_table.PreparedStep) -> None:
         """Warm a graph up, and note what that tells its capture."""
@@ -482,7 +481,8 @@ class RunnerCapture:
         collectives: after such a failure only a FULL graph has a second attempt.
         """
         platform, kind = self._setup.pool.platform, (graph.mode, graph.descriptor.kind)
-        largest, failures, least = self._warmed[kind]
+        warmed = self._graphs.warmed
+        largest, failures, least = warmed[kind]
         has_left = False
         try:
             before = platform.allocations() or 0
@@ -490,7 +490,7 @@ class RunnerCapture:
             left = (platform.allocations() or 0) - before - self._state.copies()
             has_left = left > least
             is_doubtful = is_tried and self._is_first_call(graph, has_left)
-            self._warmed[kind] = largest, failures, min(least, left)
+            warmed[kind] = largest, failures, min(least, left)
         except Exception as error:
             is_doubtful = self._may_repeat(graph, error, is_tried)
             if not self._agreed(graph, is_doubtful or None):
@@ -510,7 +510,7 @@ class RunnerCapture:
             graph.transaction.rollback()
         if is_tried:
             self._state.take_back()
-            self._warmed[kind] = largest, failures + 1, least
+            warmed[kind] = largest, failures + 1, least
             self._warm_up_first(graph)
             if has_left and graph.wrapper is not None:
                 self._fill_left(graph)
@@ -606,6 +606,9 @@ class RunnerCapture:
         )
         context.enlist = setup.enlist
         undo.later(state.restore)
+        if is_tried:
+            # An interrupt too would leave what the capture has made in its memory, which is gone.
+            undo.after_error(state.take_back)
         undo.later(partial(setattr, pool, "owner", self._graphs.setup.owner))
         pool.owner = context
         undo.later(partial(torch.set_grad_enabled, torch.is_grad_enabled()))

@@ -97,8 +97,9 @@ class RunWatch:
         """By how many tensors the state that is held grew in the last capture."""
         return 0
 
-    def may_try(self) -> bool:
-        """Whether the next capture may be tried: it can be taken back in Python."""
+    def may_try(self, kind: Hashable) -> bool:
+        """Whether the next capture, of this `kind`, may be tried: a warm-up has told what to expect
+        of it, in this session or before, and it can be taken back in Python."""
         return True
 
     def contradicts(self) -> bool:
@@ -108,7 +109,7 @@ class RunWatch:
 
     def take_back(self) -> bool:
         """Put back what a capture that was tried has changed in Python; returns whether it had
-        changed anything."""
+        changed anything, again if it is called twice."""
         return False
 
     def restore(self) -> None:
@@ -131,7 +132,8 @@ class RunWatch:
         last_runs()
 
     def give_up(self) -> None:
-        """End a session that was interrupted: note what its graphs read, without further runs."""
+        """End a session that was interrupted, without further runs: put Python values back, and
+        note what its graphs read."""
 
 
 class StepChecks:

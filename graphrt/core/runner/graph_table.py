@@ -4,7 +4,7 @@ of them, with what its capture and each of its steps need."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -195,6 +195,9 @@ class GraphTable:
         self.left_out: dict[int, DroppedGraph | None] = {}
         self.sealing = Sealing(setup.options)
         self.lifting = Lifting()
+        # (mode, kind) -> the most tokens that were warmed up; how many further graphs had to be;
+        # and the fewest blocks that a capture has left allocated.
+        self.warmed: dict[Hashable, tuple[int, int, int]] = {}
         self.named = NamedWeights(setup.forward, [module.weights for module in setup.compiled])
         self.checks = checks
         self.setup = setup
@@ -315,6 +318,7 @@ class GraphTable:
         """Destroy all graphs; every key stays reserved, and may be captured again."""
         self.dispatcher.withdraw_all()
         self.left_out.clear()
+        self.warmed.clear()
         self.sealing.open()
         for module in self.setup.compiled:
             module.unseal()
