@@ -25,6 +25,7 @@ from graphrt._runner import GraphRunner
 from graphrt.core.base import tree
 from graphrt.core.base._undo import note
 from graphrt.core.base.errors import (
+    CaptureSyncError,
     InvalidInputError,
     InvalidOptionError,
     RowsMixedError,
@@ -125,6 +126,7 @@ def graphed(
     *,
     axes: InputAxes | None = None,
     outputs: Literal["clone", "pool"] = "clone",
+    mode: Literal["FULL", "PIECEWISE"] = "FULL",
     options: GraphOptions | None = None,
     platform: Platform | str | None = None,
 ) -> Graphed[R]:
@@ -135,8 +137,9 @@ def graphed(
     else `axes` names the dimensions (`axes={"mask": ("rows", None)}`; None keeps its size), or has
     the whole `InputSpec`. `sizes` are the numbers of rows that get a graph, by default the powers
     of two up to the rows given. A larger batch runs eagerly. Results are copies, which the caller
-    may keep; with `outputs="pool"` they are readable until the next call. `options` and `platform`
-    are those of `GraphRunner`; by default the platform is that of the model's device.
+    may keep; with `outputs="pool"` they are readable until the next call. `mode="PIECEWISE"` cuts
+    each graph at functions marked `@eager_break`. `options` and `platform` are those of
+    `GraphRunner`; by default the platform is that of the model's device.
 
     Raises `InvalidInputError` for inputs that are no tensors or whose rows cannot be told, and for
     an integer input that addresses a write into memory which lasts, such as a cache: how padding
@@ -159,7 +162,7 @@ def graphed(
         options=(options or GraphOptions()).merged({"outputs": outputs}),
         platform=_platform_of(device) if platform is None else platform,
         device=device,
-        mode="FULL",
+        mode=mode,
     )
     guessed = {
         name: spec
@@ -178,6 +181,12 @@ def graphed(
         fast.measure()
     except BaseException as error:
         fast.close()
+        if isinstance(error, CaptureSyncError) and _is_of_transformers(model):
+            note(
+                error,
+                "graphed: for encoders and generate() of transformers there is "
+                "graphrt.hosts.transformers.with_graphs(model)",
+            )
         if isinstance(error, RowsMixedError):
             note(
                 error,
@@ -186,6 +195,10 @@ def graphed(
             )
         raise
     return Graphed(fast, model, call)
+
+
+def _is_of_transformers(model: object) -> bool:
+    return any(each.__module__.split(".")[0] == "transformers" for each in type(model).__mro__)
 
 
 class _Call:
@@ -346,7 +359,7 @@ def _specs_of(values: Mapping[str, torch.Tensor], axes: InputAxes) -> dict[str, 
         **told,
         **specs_of(
             others,
-            'axes={{"{}": ("rows", None)}}, or (None, None) if none of its dimensions has rows',
+            'axes={{"{}": ("rows", None)}}',
         ),
     }
 
@@ -582,10 +595,10 @@ class _AddressedWrites(Watch):  # type: ignore[no-untyped-call]
             names = [name for name in ours.deciding if _is_whole(self._given[name])]
             name = (names or [*ours.deciding])[0]
             raise InvalidInputError(
-                f"input {name!r} addresses a write into memory that lasts, and padding rows would "
-                "write there too",
+                f"input {name!r} addresses a write into memory that the model keeps, such as a "
+                "cache; padding rows would write there too",
                 got=f"no padding of {name!r}, with which {ours.operator} writes",
-                expected="the padding with which rows write nothing live",
+                expected=f"a value of {name!r} for padding rows that writes over nothing live",
                 advice=self._advice({name: ours.deciding[name] for name in names}, shape),
             )
 
@@ -625,9 +638,9 @@ class _AddressedWrites(Watch):  # type: ignore[no-untyped-call]
         if "P" in known:
             names = " and ".join(f"`{name}`" for name, row in rows.items() if row is None)
             return f"{axes}, with for P a value of {names} whose place in the memory is nobody's"
-        spare = ", ".join(pad for pad in known if pad != "False")
-        larger = "make the memory one row larger, and pad with that row"
-        return f"{axes}, if row {spare} is nobody's; else {larger}"
+        spare = " and ".join(pad for pad in known if pad != "False")
+        larger = "make the memory one longer in that dimension, and pad with the new index"
+        return f"{axes}, if nothing live is at index {spare} of the memory; else {larger}"
 
 
 _INDEX_AT = {

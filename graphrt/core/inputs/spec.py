@@ -115,7 +115,7 @@ def specs_of(tensors: Mapping[str, torch.Tensor], how: str) -> dict[str, InputSp
             got=shapes,
             expected="the same length, above 1, in dimension 0 of all",
             advice=" and ".join(how.format(name) for name in unlike)
-            + ', with None in place of "rows" for a size that is the same at every call',
+            + ', or None in place of "rows" where none of the dimensions has rows',
         )
     return {
         name: InputSpec.of(tensor, ("rows",) if tensor.dim() else ())
