@@ -42,6 +42,7 @@ from graphrt.core.device.registry import current_platform, installed_platforms
 from graphrt.core.inputs.declared import flat_of
 from graphrt.core.inputs.outputs import OutputLayout
 from graphrt.core.inputs.spec import InputSpec, specs_of
+from graphrt.core.plan.resolution import compiled_in
 from graphrt.core.replay.recording import without_inner_graphs
 from graphrt.core.runner.host import Example, Host
 from graphrt.core.runner.report import GAIN_TITLES, RunnerReport, gain_of
@@ -163,6 +164,7 @@ def graphed(
         platform=_platform_of(device) if platform is None else platform,
         device=device,
         mode=mode,
+        compiled=compiled_in(model),
     )
     guessed = {
         name: spec
@@ -249,7 +251,9 @@ def _bound(
     """Bind the inputs to the model's parameters. Returns them by name, in the order of the
     signature, and the names of those given by position, and of those that may be. Raises
     `InvalidInputError` where they do not fit."""
-    model = getattr(model, "_orig_mod", model)  # of a compiled module
+    if callable(getattr(type(model), "unwrap", None)):
+        model = _inner(model)
+    model = getattr(model, "_orig_mod", model)  # of torch.compile
     call: Any = model
     if isinstance(model, torch.nn.Module) and type(model).__call__ is torch.nn.Module.__call__:
         call = model.forward
@@ -293,9 +297,16 @@ def _bound(
     return bound, first_names, max(places, first_names, key=len)
 
 
+def _inner(model: Any) -> Any:
+    """What a partial, a bound method, or a wrapper such as of `graphrt.compile`, calls."""
+    if callable(getattr(type(model), "unwrap", None)):
+        return model.unwrap()
+    return getattr(model, "func", getattr(model, "__self__", model))
+
+
 def _refuse_training(model: Any) -> None:
     """Raise `InvalidOptionError` for a module in training mode, or with gradients on."""
-    module = getattr(model, "func", getattr(model, "__self__", model))
+    module = _inner(model)
     if not isinstance(module, torch.nn.Module):
         return
     training = [name or type(module).__name__ for name, m in module.named_modules() if m.training]
@@ -319,7 +330,7 @@ def _refuse_training(model: Any) -> None:
 
 def _device_of(model: Any, values: Mapping[str, Any]) -> torch.device:
     """The device of a module's weights; without weights that of the inputs."""
-    module = getattr(model, "func", getattr(model, "__self__", model))
+    module = _inner(model)
     tensors: Any = [value for _, value in flat_of(values)]
     if isinstance(module, torch.nn.Module):
         tensors = [*module.parameters(), *module.buffers(), *tensors]

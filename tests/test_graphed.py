@@ -18,6 +18,7 @@ import graphrt
 from graphrt import GraphRunner, InputSpec, Reason
 from graphrt.core.base.torch_names import runs_hooks
 from graphrt.errors import (
+    CaptureError,
     CaptureSyncError,
     GraphQuarantinedWarning,
     InvalidInputError,
@@ -767,6 +768,30 @@ def test_a_model_of_transformers_that_reads_its_mask_is_advised_to_take_its_host
         GRAPHED(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
     notes = getattr(raised.value, "__notes__", None)  # from Python 3.11 on
     assert notes is None or any("with_graphs(model)" in each for each in notes)
+
+
+@pytest.mark.parametrize("way", ["the result", "the module"])
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_compiled_modules_are_served_as_the_refusal_of_torch_compile_advises(
+    way: str, mode: str
+) -> None:
+    """By position, by the module's own names, and not in training mode."""
+    model = linear()
+    with pytest.raises(CaptureError, match=r"graphrt.compile\(model, dynamic_dims=") as raised:
+        GRAPHED(torch.compile(model, backend="eager"), torch.rand(4, 4))
+    assert "torch.compile" in raised.value.what
+    compiled = graphrt.compile(
+        model, dynamic_dims={"input": 0}, options=graphrt.CompileOptions(backend="eager")
+    )
+    served = compiled if way == "the result" else model
+    fast = GRAPHED(served, torch.rand(4, 4), mode=mode)
+    x = torch.rand(3, 4)
+    want = torch.nn.functional.linear(x, model.weight, model.bias)
+    assert torch.allclose(fast(x), want) and torch.allclose(fast(input=x), want)
+    assert fast.runner.last_dispatch.mode.name == mode
+    model.train()
+    with pytest.raises(InvalidOptionError, match="training"):
+        GRAPHED(served, torch.rand(4, 4))
 
 
 def test_a_runner_inside_runs_as_part_of_the_graphs() -> None:
