@@ -303,7 +303,7 @@ class CompiledCalls:
             raise CaptureError(
                 "torch.compile was first loaded inside of the capture, so its calls were not seen",
                 op="torch.compile",
-                advice="call what is compiled once before the capture (a warm-up does)",
+                advice="graphrt.compile(model, dynamic_dims=...) in its place, or the model itself",
             )
 
 
