@@ -25,6 +25,7 @@ from graphrt._runner import GraphRunner
 from graphrt.core.base import tree
 from graphrt.core.base._undo import note
 from graphrt.core.base.errors import (
+    CaptureSyncError,
     InvalidInputError,
     InvalidOptionError,
     RowsMixedError,
@@ -41,6 +42,7 @@ from graphrt.core.device.registry import current_platform, installed_platforms
 from graphrt.core.inputs.declared import flat_of
 from graphrt.core.inputs.outputs import OutputLayout
 from graphrt.core.inputs.spec import InputSpec, specs_of
+from graphrt.core.plan.resolution import compiled_in
 from graphrt.core.replay.recording import without_inner_graphs
 from graphrt.core.runner.host import Example, Host
 from graphrt.core.runner.report import GAIN_TITLES, RunnerReport, gain_of
@@ -125,6 +127,7 @@ def graphed(
     *,
     axes: InputAxes | None = None,
     outputs: Literal["clone", "pool"] = "clone",
+    mode: Literal["FULL", "PIECEWISE"] = "FULL",
     options: GraphOptions | None = None,
     platform: Platform | str | None = None,
 ) -> Graphed[R]:
@@ -135,8 +138,9 @@ def graphed(
     else `axes` names the dimensions (`axes={"mask": ("rows", None)}`; None keeps its size), or has
     the whole `InputSpec`. `sizes` are the numbers of rows that get a graph, by default the powers
     of two up to the rows given. A larger batch runs eagerly. Results are copies, which the caller
-    may keep; with `outputs="pool"` they are readable until the next call. `options` and `platform`
-    are those of `GraphRunner`; by default the platform is that of the model's device.
+    may keep; with `outputs="pool"` they are readable until the next call. `mode="PIECEWISE"` cuts
+    each graph at functions marked `@eager_break`. `options` and `platform` are those of
+    `GraphRunner`; by default the platform is that of the model's device.
 
     Raises `InvalidInputError` for inputs that are no tensors or whose rows cannot be told, and for
     an integer input that addresses a write into memory which lasts, such as a cache: how padding
@@ -159,7 +163,8 @@ def graphed(
         options=(options or GraphOptions()).merged({"outputs": outputs}),
         platform=_platform_of(device) if platform is None else platform,
         device=device,
-        mode="FULL",
+        mode=mode,
+        compiled=compiled_in(model),
     )
     guessed = {
         name: spec
@@ -178,6 +183,12 @@ def graphed(
         fast.measure()
     except BaseException as error:
         fast.close()
+        if isinstance(error, CaptureSyncError) and _is_of_transformers(model):
+            note(
+                error,
+                "graphed: for encoders and generate() of transformers there is "
+                "graphrt.hosts.transformers.with_graphs(model)",
+            )
         if isinstance(error, RowsMixedError):
             note(
                 error,
@@ -186,6 +197,10 @@ def graphed(
             )
         raise
     return Graphed(fast, model, call)
+
+
+def _is_of_transformers(model: object) -> bool:
+    return any(each.__module__.split(".")[0] == "transformers" for each in type(model).__mro__)
 
 
 class _Call:
@@ -236,7 +251,9 @@ def _bound(
     """Bind the inputs to the model's parameters. Returns them by name, in the order of the
     signature, and the names of those given by position, and of those that may be. Raises
     `InvalidInputError` where they do not fit."""
-    model = getattr(model, "_orig_mod", model)  # of a compiled module
+    if callable(getattr(type(model), "unwrap", None)):
+        model = _inner(model)
+    model = getattr(model, "_orig_mod", model)  # of torch.compile
     call: Any = model
     if isinstance(model, torch.nn.Module) and type(model).__call__ is torch.nn.Module.__call__:
         call = model.forward
@@ -280,9 +297,16 @@ def _bound(
     return bound, first_names, max(places, first_names, key=len)
 
 
+def _inner(model: Any) -> Any:
+    """What a partial, a bound method, or a wrapper such as of `graphrt.compile`, calls."""
+    if callable(getattr(type(model), "unwrap", None)):
+        return model.unwrap()
+    return getattr(model, "func", getattr(model, "__self__", model))
+
+
 def _refuse_training(model: Any) -> None:
     """Raise `InvalidOptionError` for a module in training mode, or with gradients on."""
-    module = getattr(model, "func", getattr(model, "__self__", model))
+    module = _inner(model)
     if not isinstance(module, torch.nn.Module):
         return
     training = [name or type(module).__name__ for name, m in module.named_modules() if m.training]
@@ -306,7 +330,7 @@ def _refuse_training(model: Any) -> None:
 
 def _device_of(model: Any, values: Mapping[str, Any]) -> torch.device:
     """The device of a module's weights; without weights that of the inputs."""
-    module = getattr(model, "func", getattr(model, "__self__", model))
+    module = _inner(model)
     tensors: Any = [value for _, value in flat_of(values)]
     if isinstance(module, torch.nn.Module):
         tensors = [*module.parameters(), *module.buffers(), *tensors]
@@ -346,7 +370,7 @@ def _specs_of(values: Mapping[str, torch.Tensor], axes: InputAxes) -> dict[str, 
         **told,
         **specs_of(
             others,
-            'axes={{"{}": ("rows", None)}}, or (None, None) if none of its dimensions has rows',
+            'axes={{"{}": ("rows", None)}}',
         ),
     }
 
@@ -583,10 +607,10 @@ class _AddressedWrites(Watch):  # type: ignore[no-untyped-call]
             names = sorted(ours.deciding, key=lambda each: not _is_whole(self._given[each]))
             name = names[0]
             raise InvalidInputError(
-                f"input {name!r} addresses a write into memory that lasts, and padding rows would "
-                "write there too",
+                f"input {name!r} addresses a write into memory that the model keeps, such as a "
+                "cache; padding rows would write there too",
                 got=f"no padding of {name!r}, with which {ours.operator} writes",
-                expected="the padding with which rows write nothing live",
+                expected=f"a value of {name!r} for padding rows that writes over nothing live",
                 advice=self._advice({name: ours.deciding[name] for name in names}, shape),
             )
 
@@ -631,9 +655,9 @@ class _AddressedWrites(Watch):  # type: ignore[no-untyped-call]
             unknown = [name for name, spec in zip(rows, specs, strict=True) if "pad=P" in spec]
             names = " and ".join(f"`{name}`" for name in unknown)
             return f"{axes}, with for P a value of {names} whose place in the memory is nobody's"
-        spare = ", ".join(pad for pad in known if pad != "False")
-        larger = "make the memory one row larger, and pad with that row"
-        return f"{axes}, if row {spare} is nobody's; else {larger}"
+        spare = " and ".join(pad for pad in known if pad != "False")
+        larger = "make the memory one longer in that dimension, and pad with the new index"
+        return f"{axes}, if nothing live is at index {spare} of the memory; else {larger}"
 
 
 _INDEX_AT = {

@@ -11,7 +11,7 @@ host with updates have none.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -33,6 +33,9 @@ _SEED = 0
 _MOST_RUNS = 20
 _SECONDS = 0.05
 """A graph is run and timed until this time has passed, at least three times each way."""
+_MOST_SECONDS = 1.0
+"""While the two fastest runs of a way differ by more than a fifth, it goes on for so long: beside
+other processes most runs of a CPU's threads wait."""
 
 
 def measure(executor: StepExecutor, sizes: Collection[int] | None) -> None:
@@ -112,15 +115,22 @@ def _times_of(executor: StepExecutor, undo: Undo, dispatch: Dispatch) -> tuple[f
             watch.restore()
 
     run(partial(executor.run_padded, step, eager=True, around=watched))
-    ended = time.perf_counter() + _SECONDS
+    began = time.perf_counter()
     for count in range(_MOST_RUNS):
-        if count >= 3 and time.perf_counter() > ended:
+        passed = time.perf_counter() - began
+        if count >= 3 and passed > (_SECONDS if _are_settled(times) else _MOST_SECONDS):
             break
         run(partial(executor.run_padded, step, eager=True, around=eagerly))
         with timed("replay"):
             by_graph()
         watch.restore()
     return min(times["eager"]), min(times["replay"])
+
+
+def _are_settled(times: Mapping[str, list[float]]) -> bool:
+    """Whether the two fastest runs of each way take about as long."""
+    fastest = (sorted(each)[:2] for each in times.values())
+    return all(second <= 1.2 * first for first, second in fastest)
 
 
 def _step_of(executor: StepExecutor, dispatch: Dispatch) -> Step:

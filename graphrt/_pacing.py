@@ -63,14 +63,14 @@ def _check_share(graphs: GraphTable, share: float) -> None:
     """Raise `InvalidOptionError` for a share of time that is none, and among ranks."""
     if not 0 < number_of("share", share, "a share of time") <= 1:
         raise InvalidOptionError(
-            "captures take a share of the time",
+            "share= is no share of the time",
             got=share,
             expected="more than 0 and at most 1",
             advice="share=0.1",
         )
     if graphs.setup.host.ranks is not None:
         raise InvalidOptionError(
-            "each rank would choose by its own clock and traffic",
+            "share= cannot be used with ranks: each would choose by its own clock and traffic",
             got=f"share={share} and Host(ranks=)",
             expected="the same capture on all ranks",
             advice="let one rank decide when all call capture_next()",

@@ -18,6 +18,8 @@ import graphrt
 from graphrt import GraphRunner, InputSpec, Reason
 from graphrt.core.base.torch_names import runs_hooks
 from graphrt.errors import (
+    CaptureError,
+    CaptureSyncError,
     GraphQuarantinedWarning,
     InvalidInputError,
     InvalidOptionError,
@@ -280,7 +282,7 @@ def test_the_advised_padding_is_the_last_row_of_the_dimension_that_is_addressed(
         return run
 
     given = torch.rand(4, 4), torch.tensor([1, 2, 3, 4])
-    with pytest.raises(InvalidInputError, match="row 8 is nobody's") as raised:
+    with pytest.raises(InvalidInputError, match="index 8 of the memory") as raised:
         GRAPHED(forward(caches[0]), given)
     fast = GRAPHED(forward(caches[0]), given, axes=advised(raised.value))
     for _ in range(5):
@@ -315,7 +317,7 @@ def test_all_inputs_of_an_address_are_advised_at_once() -> None:
         return pages[page, place] * 2
 
     given = torch.rand(3, 2), torch.tensor([0, 4, 2]), torch.tensor([0, 2, 1])
-    with pytest.raises(InvalidInputError, match="row 5, 3 is nobody's") as raised:
+    with pytest.raises(InvalidInputError, match="index 5 and 3 of") as raised:
         GRAPHED(forward, given)
     assert torch.equal(GRAPHED(forward, given, axes=advised(raised.value))(*given), given[0] * 2)
 
@@ -556,7 +558,7 @@ def test_a_forward_with_sparse_tensors_is_refused_by_its_operator() -> None:
     ("inputs", "text"),
     [
         ((torch.rand(1, 4), torch.rand(1)), 'axes={"x": ("rows", None)}'),
-        ((torch.rand(4, 4), torch.rand(5)), 'axes={"scale": ("rows", None)}'),
+        ((torch.rand(4, 4), torch.rand(5)), 'axes={"scale": ("rows", None)}, or None in place'),
         ((torch.rand(4, 4), 3.0), "no tensor"),
         ((torch.rand(4, 4),), "missing a required argument"),
         ({"x": torch.rand(4, 4), "y": torch.rand(4)}, "arguments of Scaled.forward"),
@@ -786,6 +788,64 @@ def test_a_runner_of_a_module_with_hooks_takes_its_input_by_name() -> None:
         model.register_forward_pre_hook(lambda module, args: (args[0] * 2,) if args else None)
         with pytest.raises(InvalidInputError, match="the forward has hooks"):
             runner(x)
+
+
+@graphrt.eager_break
+def halved_above(x: torch.Tensor, limit: float) -> torch.Tensor:
+    """Asks the host for a number, and returns a new tensor in both branches."""
+    return x / 2 if x.abs().max().item() > limit else x.clone()
+
+
+def test_the_advice_for_host_reads_is_followed_with_the_same_call() -> None:
+    """Refused as one graph; with the mode that the error names, served by pieces."""
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return halved_above(x + 1, 10.0) * 2
+
+    x = torch.rand(4, 4)
+    with pytest.raises(CaptureSyncError, match=r'mode="PIECEWISE"'):
+        GRAPHED(forward, x)
+    fast = GRAPHED(forward, x, mode="PIECEWISE")
+    for rows in (x[:3], x[:3] * 100):
+        assert torch.equal(fast(rows), forward(rows))
+        assert fast.runner.last_dispatch.mode.name == "PIECEWISE"
+
+
+def test_a_model_of_transformers_that_reads_its_mask_is_advised_to_take_its_host() -> None:
+    """Nobody can mark functions of that library."""
+    transformers: Any = pytest.importorskip("transformers")
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), 16)
+    config = transformers.BertConfig(num_hidden_layers=1, num_attention_heads=2, **sizes)
+    model = transformers.BertModel(config).eval().requires_grad_(False)
+    ids = torch.randint(16, (4, 8))
+    with pytest.raises(CaptureSyncError) as raised:
+        GRAPHED(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+    notes = getattr(raised.value, "__notes__", None)  # from Python 3.11 on
+    assert notes is None or any("with_graphs(model)" in each for each in notes)
+
+
+@pytest.mark.parametrize("way", ["the result", "the module"])
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_compiled_modules_are_served_as_the_refusal_of_torch_compile_advises(
+    way: str, mode: str
+) -> None:
+    """By position, by the module's own names, and not in training mode."""
+    model = linear()
+    with pytest.raises(CaptureError, match=r"graphrt.compile\(model, dynamic_dims=") as raised:
+        GRAPHED(torch.compile(model, backend="eager"), torch.rand(4, 4))
+    assert "torch.compile" in raised.value.what
+    compiled = graphrt.compile(
+        model, dynamic_dims={"input": 0}, options=graphrt.CompileOptions(backend="eager")
+    )
+    served = compiled if way == "the result" else model
+    fast = GRAPHED(served, torch.rand(4, 4), mode=mode)
+    x = torch.rand(3, 4)
+    want = torch.nn.functional.linear(x, model.weight, model.bias)
+    assert torch.allclose(fast(x), want) and torch.allclose(fast(input=x), want)
+    assert fast.runner.last_dispatch.mode.name == mode
+    model.train()
+    with pytest.raises(InvalidOptionError, match="training"):
+        GRAPHED(served, torch.rand(4, 4))
 
 
 def test_a_runner_inside_runs_as_part_of_the_graphs() -> None:

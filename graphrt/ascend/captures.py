@@ -108,7 +108,7 @@ def event_class(npu: Any) -> Any:
 def no_stream() -> StreamBudgetError:
     """The error where torch_npu could make no stream to capture on."""
     return StreamBudgetError(
-        "the device has too few free streams for torch_npu's own, on one of which is captured",
-        expected=f"{TORCH_NPU_STREAMS} when the process starts",
-        advice="leave more streams of the device free, and start the process anew",
+        "torch_npu could not make the stream to capture on: too few streams of the device are free",
+        expected=f"{TORCH_NPU_STREAMS} free streams when the process starts",
+        advice="end other processes on the device, or capture fewer graphs there; then restart",
     )

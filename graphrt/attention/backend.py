@@ -115,7 +115,7 @@ class AttentionBackend(abc.ABC):
             query_len = descriptor.query_len
         if query_len is None and query_start_loc is None:
             raise InvalidInputError(
-                "a step of attention needs to know which tokens belong to which request",
+                "which tokens belong to which request is not known in this step of attention",
                 got="neither query_len nor query_start_loc",
                 expected="one of them, or the context of a uniform batch",
                 advice="pass query_start_loc=",

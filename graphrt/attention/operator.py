@@ -129,7 +129,7 @@ def _attend(
             "compiled code asks for an attention backend that is not there",
             got=shown(layer),
             expected=", ".join(map(repr, _by_name)) or "an OpaqueAttention of that name",
-            advice="make it before the model is called, and keep it as long",
+            advice="make it before the model is called, and keep a reference to it",
         )
     step = registered.step(block_table, context_lens, query_start_loc)
     registered.backend.attend(step, query, *caches, out=out)

@@ -150,7 +150,7 @@ def check_tensors(
         raise InvalidInputError(
             "query and caches are on different devices",
             got=", ".join(sorted(map(str, devices))),
-            expected="one",
+            expected="one device",
             advice="move the query",
         )
     dtypes = {tensor.dtype for tensor in (query, *caches)}
@@ -158,7 +158,7 @@ def check_tensors(
         raise InvalidInputError(
             "query and caches have different dtypes",
             got=", ".join(sorted(map(str, dtypes))),
-            expected="one",
+            expected="one dtype",
             advice="convert the query",
         )
 

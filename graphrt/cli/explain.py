@@ -41,7 +41,7 @@ def print_explanation(
     found = _found(target)
     if isinstance(found, type) and not made:
         raise InvalidOptionError(
-            "a class is no forward, its instance is",
+            "the target is a class, and no forward",
             got=f"class {target}",
             expected="a function or a module that was made",
             advice="--made, which makes an instance without arguments; or name an instance, or a "
@@ -114,7 +114,7 @@ def _callable(name: str, value: Any) -> Callable[..., Any]:
     """Raise `InvalidOptionError` for what is no forward."""
     if not callable(value):
         raise InvalidOptionError(
-            "a forward is called",
+            "the target cannot be called",
             got=f"{name}, a {type(value).__name__}",
             expected="a function or a module",
             advice="name the function; --made calls it for the forward",
@@ -127,7 +127,7 @@ def _input(text: str) -> tuple[str, InputSpec]:
     dtype = getattr(torch, written[2], None) if written else None
     if written is None or not isinstance(dtype, torch.dtype):
         raise InvalidOptionError(
-            "--input says a name, a dtype and a shape",
+            "--input cannot be read",
             got=shown(text),
             expected="name=dtype[axis,...], where an axis is tokens, reqs, reqs+1 or a number",
             advice="--input x=float32[tokens,16]",

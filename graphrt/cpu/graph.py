@@ -261,9 +261,10 @@ class _OpenCapture:
 
 _COMPILED = Refusal(
     CaptureError,
-    "compiled code is called inside of the capture: the CPU records operators, and it issues none",
-    advice="compile with graphrt.compile, wrap it in a custom operator (torch.library.custom_op), "
-    f"capture without torch.compile, or {IN_PIECES}",
+    "the forward calls code of torch.compile: the CPU replays operators of torch, and such code "
+    "calls none",
+    advice="graphrt.compile(model, dynamic_dims=...) in place of torch.compile, the model itself, "
+    f"a custom operator around the code (torch.library.custom_op), or {IN_PIECES}",
 )
 
 
@@ -302,7 +303,7 @@ class CompiledCalls:
             raise CaptureError(
                 "torch.compile was first loaded inside of the capture, so its calls were not seen",
                 op="torch.compile",
-                advice="call what is compiled once before the capture (a warm-up does)",
+                advice="graphrt.compile(model, dynamic_dims=...) in its place, or the model itself",
             )
 
 

@@ -97,7 +97,7 @@ class Engine:
         limits = self.limits
         if not 0 < len(prompt) < limits.context or max_new_tokens < 1:
             raise InvalidBatchError(
-                "a request holds a prompt and leaves room for a token in the context",
+                "the prompt is empty, or leaves no room in the context",
                 got=f"{len(prompt)} prompt tokens, max_new_tokens {max_new_tokens}",
                 expected=f"1 to {limits.context - 1} prompt tokens, max_new_tokens >= 1",
                 advice="shorten the prompt, or give the engine a larger context",

@@ -113,7 +113,7 @@ class Metrics(AbstractContextManager["Metrics"]):
         bounds = tuple(number_of("buckets_s", each, "a bound, in seconds,") for each in listed)
         if not bounds or list(bounds) != sorted(set(bounds)):
             raise InvalidOptionError(
-                "bounds of latencies ascend",
+                "the bounds of latencies do not ascend",
                 got=shown(bounds),
                 expected="at least one, each larger than the one before",
                 advice="buckets_s=[0.0001, 0.001, 0.01]",

@@ -74,7 +74,9 @@ class Trace(AbstractContextManager["Trace"]):
         self._runners = tuple(runners)
         if not self._runners:
             raise InvalidOptionError(
-                "a trace is one of runners", got="none", advice='trace("trace.json", runner)'
+                "trace() got something that is no runner",
+                got="none",
+                advice='trace("trace.json", runner)',
             )
         for runner in self._runners:
             check_kind("runner", runner, GraphRunner, optional=False, example="trace(path, runner)")

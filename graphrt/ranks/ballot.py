@@ -89,7 +89,7 @@ class Ballot:
         self.graphs = sorted(graphs, key=preference)
         if len(self.graphs) > MOST_GRAPHS:
             raise InvalidOptionError(
-                "ranks can vote on so many graphs",
+                "the plan has more graphs than ranks can vote on",
                 got=len(self.graphs),
                 expected=f"at most {MOST_GRAPHS}",
                 advice="plan fewer sizes, query lengths or variants",

@@ -497,8 +497,7 @@ class Checks(StepChecks):
             raise errors.VerificationError(
                 f"{dispatch.mode.name} [{dispatch.descriptor}] is in quarantine",
                 got=record.failure,
-                advice="mend what it says and recapture(); or strict=False, which runs its batches "
-                "eagerly",
+                advice="mend the cause above and recapture(); or strict=False, to run eagerly",
             )
         return Reason.QUARANTINED
 

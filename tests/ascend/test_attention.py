@@ -114,9 +114,9 @@ def test_mla_attention_issues_context_lengths_and_query_lengths_on_request(npu, 
 @pytest.mark.parametrize(
     ("query_lens", "options", "wrong"),
     [
-        (True, {"calc_type": "calc_type_ring"}, "'qseqlen' would be passed over"),
-        (False, {"lse": "lse"}, "'lse' would be passed over"),
-        (True, {"lse": "lse"}, "'lse' would be passed over"),
+        (True, {"calc_type": "calc_type_ring"}, "'qseqlen' would be ignored"),
+        (False, {"lse": "lse"}, "'lse' would be ignored"),
+        (True, {"lse": "lse"}, "'lse' would be ignored"),
     ],
 )
 def test_latent_attention_refuses_options_the_operator_would_ignore(

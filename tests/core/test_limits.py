@@ -662,7 +662,7 @@ def test_capture_stops_where_the_pool_has_grown_to_the_bytes():
     runner.capture()
     assert 2000 in captured(runner)
     full = runner_of(forward, [10, 2000], lazy=False, graph_bytes=runner.pool.bytes() - 1)
-    with pytest.raises(InvalidOptionError, match="graph_bytes is less than a graph alone takes"):
+    with pytest.raises(InvalidOptionError, match="graph_bytes is too small for a single graph"):
         full.capture()
     assert full.report().graphs == ()
 

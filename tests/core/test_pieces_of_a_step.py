@@ -84,11 +84,11 @@ def test_capturing_a_piece_after_a_replayed_piece_of_its_step_is_refused(host):
     x = torch.randn(4, 8)
     with host.pool.capture_session():
         host.step([shared, target], x)
-        with pytest.raises(CaptureError, match="behind a replay"):
+        with pytest.raises(CaptureError, match="reuse the memory"):
             host.step([shared, draft], x)
         # What stands between makes no difference: memory of the pool may be in use all the same.
         apart = host.piece(lambda h: draft(h * 2))
-        with pytest.raises(CaptureError, match="behind a replay"):
+        with pytest.raises(CaptureError, match="reuse the memory"):
             host.step([shared, apart], x)
     x.normal_()
     ours = host.step([shared, target], x)
@@ -101,7 +101,7 @@ def test_capturing_a_piece_whose_input_derives_from_a_replayed_piece_is_refused(
     shared, draft, x = host.piece(LAYERS[0]), host.piece(residual(LAYERS[1])), torch.randn(4, 8)
     with host.pool.capture_session():
         host.step([shared], x)
-        with pytest.raises(CaptureError, match="behind a replay"):
+        with pytest.raises(CaptureError, match="reuse the memory"):
             host.step([shared, lambda h: h * 2, draft], x)  # type: ignore[list-item]
     assert not draft.entries
 
@@ -112,7 +112,7 @@ def test_capturing_a_piece_from_a_replays_output_without_begin_step_is_refused()
     shared, draft = host.piece(LAYERS[0]), host.piece(residual(LAYERS[1]))
     with host.pool.capture_session():
         shared(x)
-        with pytest.raises(CaptureError, match="behind a replay"):
+        with pytest.raises(CaptureError, match="reuse the memory"):
             draft(shared(x)[1:])
     assert not draft.entries
 
@@ -154,7 +154,7 @@ def test_pieces_after_a_dropped_piece_run_eagerly_until_all_are_recaptured(kept,
     assert pieces[0].eager_calls[Reason.SEALED] == 0
     assert pieces[1].eager_calls[Reason.SEALED] == 3
     assert pieces[2].eager_calls[Reason.MISSING_GRAPH] == 3
-    with host.pool.capture_session(), pytest.raises(CaptureError, match="behind a replay"):
+    with host.pool.capture_session(), pytest.raises(CaptureError, match="reuse the memory"):
         host.step(pieces, x)
     host.pool.drop(FOUR)
     with host.pool.capture_session():

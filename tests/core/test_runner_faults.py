@@ -233,7 +233,7 @@ def test_a_retried_piecewise_capture_captures_its_first_piece_again():
 
 def test_a_piecewise_capture_without_any_captured_piece_raises_and_publishes_no_graph():
     captured = runner(lambda x: x + 1, mode="PIECEWISE", pieces="fx")
-    with pytest.raises(CaptureError, match="nothing captured"):
+    with pytest.raises(CaptureError, match="no wrapper in the forward captured"):
         captured.capture()
     assert captured.dispatcher.published == ()
     assert torch.equal(captured(x=rows(2)), rows(2, 2.0))

@@ -43,7 +43,7 @@ for value in ("", "0"):
 @pytest.mark.parametrize("entry", [install, platform])
 def test_an_invalid_value_of_the_vllm_switch_is_refused(entry, monkeypatch):
     monkeypatch.setenv("GRAPHRT_VLLM", "yes")
-    with pytest.raises(graphrt.errors.UnsupportedHostError, match="GRAPHRT_VLLM is a switch"):
+    with pytest.raises(graphrt.errors.UnsupportedHostError, match="GRAPHRT_VLLM has a wrong value"):
         entry()
 
 

@@ -128,7 +128,7 @@ def test_a_limit_that_is_too_small_on_one_rank_is_an_error_on_all() -> None:
     case = {"sizes": [8192], "steps": 1, "limit": {"graph_bytes": 1 << 20}}
     for seen in launch({**case, "of_rank": {"1": {"greedy": True}}}, 2).values():
         assert seen["error"] == "InvalidOptionError"
-        assert "graph_bytes is less than a graph alone takes" in seen["text"]
+        assert "graph_bytes is too small for a single graph" in seen["text"]
 
 
 def test_capture_next_captures_the_same_graphs_on_all_ranks() -> None:

@@ -21,7 +21,7 @@ def mla_options(options: dict[str, Any]) -> dict[str, Any]:
     for name, needed_type in _WANTED.items():
         if options.get(name) is not None and calc_type != needed_type:
             raise InvalidInputError(
-                f"{name!r} would be passed over by npu_multi_head_latent_attention",
+                f"{name!r} would be ignored by npu_multi_head_latent_attention",
                 got=calc_type,
                 expected=f"calc_type={needed_type!r}",
                 advice="pass that calc_type, or leave the argument out",

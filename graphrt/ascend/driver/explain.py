@@ -112,7 +112,7 @@ def explain(error: BaseException, environ: Mapping[str, str] | None = None) -> C
         refused = _REFUSED.search(str(link))
         if refused:
             return RefusedOpError(
-                "an operator was issued that has no form an ACL graph can hold",
+                "an ACL graph cannot hold this operator",
                 op=refused[1] or refused[2],
                 got=_original(link),
                 advice=f"replace it, or {IN_PIECES}",

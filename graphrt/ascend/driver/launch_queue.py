@@ -183,8 +183,8 @@ def watch_queue() -> None:
 def queue_ended() -> LaunchQueueError:
     """The error of a queue that has ended. It is no lack of room: no other size can be captured."""
     return LaunchQueueError(
-        "an operator failed in torch_npu's queue of launches, which ends at that: nothing that "
-        "this process issues gets to the device any more",
+        "an operator failed in torch_npu's queue of launches, which has ended: no later work of "
+        "this process gets to the device",
         got=_first[0] if _first else None,
         expected="operators that do not fail",
         advice="start the process anew; with TASK_QUEUE_ENABLE=0 torch_npu goes on after the error",

@@ -32,7 +32,7 @@ class FlashAttention(AttentionBackend):
         """
         if not isinstance(shape, GroupedShape):
             raise InvalidInputError(
-                "flash-attn 2 has keys and values of one size",
+                "flash-attn 2 needs keys and values of one size",
                 got=type(shape).__name__,
                 expected="GroupedShape",
                 advice="use FlashAttention3",

@@ -20,7 +20,7 @@ def set_up_logging() -> None:
     if level not in LEVELS:
         # No error: it would be one of `import graphrt`.
         warnings.warn(
-            f"{LOG_VARIABLE}={level!r} names no level of logging and is passed over; expected "
+            f"{LOG_VARIABLE}={level!r} names no level of logging and is ignored; expected "
             f"{', '.join(LEVELS)}",
             stacklevel=3,
         )

@@ -38,7 +38,7 @@ class ThreadMode(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
                 cast = [*filter(torch.is_autocast_enabled, cast)]
         if cast and func.name() in _UNKNOWN:
             raise RefusedOpError(
-                f"what {func} computes in under autocast depends on what called it",
+                f"under autocast the dtype of {func} depends on its caller, which a graph lacks",
                 op=str(func),
                 advice="call it inside of torch.autocast(..., enabled=False)",
             )

@@ -129,10 +129,10 @@ class ForwardContext:
         """
         if isinstance(self.token, Token):
             raise InvalidOptionError(
-                "a step of this context is under way: it was entered",
+                "begin_step() was called inside of `with` this context, which is a step by itself",
                 got="begin_step() inside of `with context:`",
-                expected="one of the two",
-                advice="enter the context anew for each step, and call begin_step() nowhere",
+                expected="`with context:` for each step, or begin_step()",
+                advice="leave begin_step() out",
             )
         if self.token is not None and self.slot < 0:
             # Begun for the second time: by a slot graphs are found without hashing a descriptor.

@@ -95,7 +95,7 @@ class BatchDescriptor(_Named):
                 query_len = num_tokens // num_reqs
             if query_len is None or num_tokens % query_len:
                 raise InvalidBatchError(
-                    "a uniform descriptor holds whole requests",
+                    "num_tokens of a uniform descriptor is no multiple of its query length",
                     got=f"{num_tokens} tokens, {num_reqs} reqs, query length {query_len}",
                     expected="a query length that num_tokens is a multiple of",
                     advice="query_len=1, or uniform=False for requests of any length",

@@ -606,10 +606,10 @@ def check_break(name: str) -> None:
     functional = {each for each in overloads if not each.endswith("out")} or overloads.keys()
     if any(overloads[each] for each in functional):
         raise InvalidOptionError(
-            "torch takes a composite operator apart before a capture sees it: it can be no break",
+            "a composite operator cannot be a break: torch takes it apart before a capture",
             got=shown(name),
             expected="an operator with a kernel of its own",
-            advice="mark the function that calls it @eager_break, or name what it is made of",
+            advice="mark its caller @eager_break, or name the operators that it calls",
         )
 
 

@@ -186,7 +186,7 @@ class GraphLimit:
         """Raise `InvalidOptionError` if no graph of this mode fits."""
         if all(mode is not key[0] for mode, _ in self._graphs):
             raise InvalidOptionError(
-                "graph_bytes is less than a graph alone takes",
+                "graph_bytes is too small for a single graph",
                 got=f"graph_bytes={self.graph_bytes}, and {_name(key)} takes {took}",
                 expected="room for the largest graph of each mode",
                 advice=f"graph_bytes={2 * took}, or smaller sizes",

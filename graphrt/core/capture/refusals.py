@@ -215,7 +215,7 @@ NESTED_CAPTURE = Refusal(
 MODE_STILL_ACTIVE = Refusal(
     errors.CaptureError,
     "a dispatch mode that the forward entered is still active where a segment ends",
-    advice="leave the mode before the eager break, or enter it outside of the wrapper",
+    advice="leave the mode before the eager break, or enter it around the call of the runner",
     has_line=False,
 )
 METADATA = Refusal(

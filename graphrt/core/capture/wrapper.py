@@ -207,7 +207,7 @@ class GraphWrapper(errors.Uncopied):
         self.runtime_mode = GraphMode.parse(runtime_mode)
         if self.runtime_mode not in (GraphMode.FULL, GraphMode.PIECEWISE):
             raise errors.InvalidModeError(
-                "a wrapper captures in one runtime mode",
+                "a wrapper cannot have this mode",
                 got=self.runtime_mode.name,
                 expected="FULL or PIECEWISE",
                 advice="nest a FULL wrapper around PIECEWISE ones for FULL_AND_PIECEWISE",
@@ -220,7 +220,7 @@ class GraphWrapper(errors.Uncopied):
         if self._limit is not None:
             if not self.options.lazy:
                 raise errors.InvalidOptionError(
-                    "a wrapper that does not capture lazily has the graphs that its host asks for",
+                    "max_graphs and graph_bytes limit only wrappers that capture lazily",
                     got="max_graphs or graph_bytes, and lazy=False",
                     advice="GraphOptions(lazy=True, max_graphs=...)",
                 )

@@ -61,10 +61,11 @@ class InputSpec:
         named = isinstance(axes, tuple | list) and len(axes) <= tensor.dim()
         if not named or any(each is not None and not isinstance(each, int | str) for each in axes):
             raise refused(
-                "the axes of an input are not those of its tensor",
+                "the axes of an input do not fit its tensor",
                 axes,
-                f"an axis or None for the first dimensions of {tuple(tensor.shape)}",
-                'InputSpec.of(mask, ("rows", None))',
+                f'a tuple with "rows", another axis or None for each of the first dimensions of '
+                f"{tuple(tensor.shape)}",
+                '("rows", None) if dimension 0 has the rows',
                 InvalidInputError,
             )
         sizes = tuple(tensor.shape)
@@ -115,7 +116,7 @@ def specs_of(tensors: Mapping[str, torch.Tensor], how: str) -> dict[str, InputSp
             got=shapes,
             expected="the same length, above 1, in dimension 0 of all",
             advice=" and ".join(how.format(name) for name in unlike)
-            + ', with None in place of "rows" for a size that is the same at every call',
+            + ', or None in place of "rows" where none of the dimensions has rows',
         )
     return {
         name: InputSpec.of(tensor, ("rows",) if tensor.dim() else ())

@@ -185,7 +185,7 @@ def all_compiled(announced: Iterable[Any]) -> tuple[Any, ...]:
     for value in items_of("compiled", announced, "[graphrt.compile(module, ...)]"):
         modules = compiled_in(value)
         if not modules:
-            what = "a value in compiled= is no compiled module and has none"
+            what = "a value in compiled= is no compiled module, nor does it hold one"
             expected = "what graphrt.compile returned, or a module that was compiled in place"
             raise refused(what, value, expected, "compiled=[graphrt.compile(module, ...)]")
         compiled.update((id(module), module) for module in modules)

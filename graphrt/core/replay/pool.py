@@ -215,8 +215,8 @@ class PieceSteps:
 
 def _behind_a_replay(context: ForwardContext) -> errors.CaptureError:
     return errors.CaptureError(
-        "a piece would be captured behind a replay of its step: what that left in the pool nobody "
-        "holds, and the capture may have its memory",
+        "a piece would be captured after other pieces of its step were replayed: the capture could "
+        "reuse the memory of their results",
         got=f"{context.mode.name} [{context.descriptor}]",
         expected="all pieces of a step captured in one step, or replayed",
         advice="GraphPool.drop(descriptor), and run the step again; give a piece that two models "

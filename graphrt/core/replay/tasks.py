@@ -325,7 +325,8 @@ class UpdatableTask:
                 f"no update for task {name!r}",
                 got=sorted(updates),
                 expected=f"{name!r} or its group {self.group!r}",
-                advice="a replay needs the host arguments of every task, or updates=UNCHANGED",
+                advice=f"updates={{{self.group!r}: {{{', '.join(self.host_args)}}}}}, or "
+                "updates=UNCHANGED",
             )
         declared = self.host_args
         keys = values.keys() if isinstance(values, Mapping) else None

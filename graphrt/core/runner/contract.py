@@ -224,7 +224,7 @@ class StepChecks:
         if self.tried_by is not None:
             return self.tried_by().verify(executor, step)
         raise errors.VerificationError(
-            "this runner has nothing that could try a step",
+            "this runner was made without checks, so it cannot verify a step",
             expected="checks of graphrt.trust",
             advice="make it as graphrt.GraphRunner",
         )

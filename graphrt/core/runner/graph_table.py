@@ -284,7 +284,7 @@ class GraphTable:
         """Serve batches with a graph from now on; raises `CaptureError` if no wrapper took part."""
         if not graph.transaction.captured:
             raise errors.CaptureError(
-                "nothing captured anything in the forward",
+                "no wrapper in the forward captured a graph",
                 got=f"{graph} and no wrapper of that mode",
                 expected="a GraphWrapper for every piece",
                 advice='wrap the pieces, or use pieces="breakable"',
@@ -292,7 +292,7 @@ class GraphTable:
         pools = {owner.pool for owner, _ in graph.transaction.captured}
         if self.limit is not None and pools != {self.setup.pool}:
             raise errors.CaptureError(
-                "max_graphs and graph_bytes count graphs in the runner's own pool",
+                "with max_graphs or graph_bytes all graphs must be in the runner's own pool",
                 got=f"{graph} in another one",
                 advice="give the wrappers of its pieces and the runner one pool=",
             )
@@ -370,9 +370,9 @@ def _limit_of(setup: RunnerSetup) -> GraphLimit | None:
     options, modes = setup.options, {mode.name for mode, _ in setup.plan.keys}
     if options.max_graphs is not None and options.max_graphs < len(modes):
         raise errors.InvalidOptionError(
-            "max_graphs is less than the modes, of each of which the largest graph stays",
+            "max_graphs is too small: the largest graph of each mode always stays",
             got=f"max_graphs={options.max_graphs}",
-            expected=", ".join(sorted(modes)),
+            expected=f"one each for {', '.join(sorted(modes))}",
             advice=f"max_graphs={len(modes)} at least, or another mode=",
         )
     return GraphLimit.of(options, setup.pool, ranked=setup.host.ranks is not None)

@@ -104,10 +104,10 @@ class RunnerSetup:
         """
         if not any(module is known for known in self.compiled):
             raise CaptureError(
-                "a compiled module takes part in a capture and was not announced",
+                "a compiled module is captured that neither the plan nor the forward names",
                 got=shown(module),
                 expected=", ".join(map(repr, self.compiled)) or "no compiled module",
-                advice="name it in the plan: compiled=[...]",
+                advice="GraphRunner(..., compiled=[module])",
             )
 
     def _wrappers(self) -> dict[GraphMode, GraphWrapper]:

@@ -54,7 +54,7 @@ class NamedWeights:
             raise UntrackedWeightsError(
                 "whether weights moved cannot be told: the forward is no module, and no warm-up "
                 "shows what its graphs read",
-                expected="to know the weights of the forward",
+                expected="a forward whose weights are known",
                 advice='check="capture", or a module or a method of one as the forward',
             )
 

@@ -155,7 +155,7 @@ def _compile_options(compile: bool | CompileOptions) -> CompileOptions | None:
         return compile
     if not isinstance(compile, bool):
         raise InvalidOptionError(
-            "compile= says whether, or how, steps are compiled",
+            "compile= has a wrong value",
             got=shown(compile),
             expected="True, False, or CompileOptions",
             advice='compile=CompileOptions(backend="inductor")',

@@ -325,7 +325,7 @@ class ModelGraphs(Seam):
         loop = self._loop
         if loop is None:
             raise InvalidInputError(
-                "step() goes on with a sequence",
+                "step() was called before prefill()",
                 got="no sequence",
                 expected="prefill(input_ids) before",
                 advice="logits = graphs.prefill(input_ids)",

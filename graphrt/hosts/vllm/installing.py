@@ -48,7 +48,7 @@ def asked() -> bool:
     value = os.environ.get(SWITCH, "")
     if value not in ("", "0", "1"):
         raise UnsupportedHostError(
-            f"{SWITCH} is a switch", got=shown(value), expected="0 or 1", advice=f"{SWITCH}=1"
+            f"{SWITCH} has a wrong value", got=shown(value), expected="0 or 1", advice=f"{SWITCH}=1"
         )
     return value == "1"
 

@@ -127,7 +127,7 @@ def install_if_asked() -> None:
     value = os.environ.get(SWITCH, "")
     if value not in ("", "0", "1"):
         raise UnsupportedHostError(
-            f"{SWITCH} is a switch", got=shown(value), expected="0 or 1", advice=f"{SWITCH}=1"
+            f"{SWITCH} has a wrong value", got=shown(value), expected="0 or 1", advice=f"{SWITCH}=1"
         )
     if value == "1":
         install()

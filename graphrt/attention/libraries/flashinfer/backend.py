@@ -34,7 +34,7 @@ class Lengths:
         missing = reqs - len(self.context_lens)
         if missing < 0:
             raise InvalidInputError(
-                "lengths of another step",
+                "the lengths are those of another step",
                 got=f"{len(self.context_lens)} requests",
                 expected=f"at most {reqs}, the rows of the block table",
                 advice="call lengths() before each step",
@@ -95,7 +95,7 @@ class FlashInferAttention(AttentionBackend):
         queries = [1] * len(context_lens) if query_lens is None else query_lens
         if len(queries) != len(context_lens):
             raise InvalidInputError(
-                "a step has one context length and one query length for each request",
+                "there are not as many context lengths as query lengths",
                 got=f"{len(context_lens)} context lengths, {len(queries)} query lengths",
                 expected="equally many",
                 advice="one entry of both lists for each request",
