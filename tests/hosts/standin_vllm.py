@@ -94,13 +94,15 @@ def modules(version: str) -> Modules:
     breakable = _breakable(made, platforms)
     _manager(made, context, version, counter, graph_capture)
     _encoder(made, version)
-    made.add(
+    monitor = made.add("vllm.compilation.monitor", cudagraph_capturing_enabled=True)
+    made.add("vllm.envs", VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS=True)
+    runner = made.add(
         "vllm.v1.worker.gpu_model_runner",
         CUDAGraphWrapper=wrapper,
         BreakableCUDAGraphWrapper=breakable,
         graph_capture=graph_capture,
-        GPUModelRunner=_loading_runner(),
     )
+    runner.GPUModelRunner = _runner_v1(runner, context, monitor)
     made.add("vllm.v1.worker.gpu_worker", Worker=_worker())
     _runner(made, context)
     mamba = made.add("vllm.model_executor.layers.mamba.abstract")
@@ -151,10 +153,110 @@ def _loading_runner() -> type:
     return GPUModelRunner
 
 
+class Dispatcher:
+    """The V1 runner's, of decode steps and of mixed ones."""
+
+    def __init__(self, sizes: list[int], mode: CUDAGraphMode) -> None:
+        whole, pieces = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
+        self.keys: dict[CUDAGraphMode, dict[int, BatchDescriptor]] = {}
+        if mode in (pieces, CUDAGraphMode.FULL_AND_PIECEWISE):
+            self.keys[pieces] = {size: BatchDescriptor(size) for size in sizes}
+        if mode is not pieces:
+            self.keys[whole] = {size: BatchDescriptor(size, size, uniform=True) for size in sizes}
+
+    def get_capture_descs(self) -> list[tuple[CUDAGraphMode, list[BatchDescriptor]]]:
+        return [
+            (mode, [keys[size] for size in sorted(keys, reverse=True)])
+            for mode, keys in self.keys.items()
+        ]
+
+    def dispatch(self, num_tokens, uniform_decode=False):
+        for mode in (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE):
+            if mode in self.keys and (uniform_decode or mode is CUDAGraphMode.PIECEWISE):
+                sizes = [size for size in self.keys[mode] if size >= num_tokens]
+                if sizes:
+                    return mode, self.keys[mode][min(sizes)]
+        return CUDAGraphMode.NONE, BatchDescriptor(num_tokens)
+
+
+def _runner_v1(module: ModuleType, context: ModuleType, monitor: ModuleType) -> type:
+    loading = _loading_runner()
+
+    class GPUModelRunner:
+        """The V1 runner: one token of each request, whose `prepare` of metadata is a test's."""
+
+        profile_cudagraph_memory = loading.profile_cudagraph_memory
+        reload_weights, get_model = loading.reload_weights, loading.get_model
+
+        def __init__(self, vllm_config, model, prepare):
+            compilation = vllm_config.compilation_config
+            self.vllm_config, self.prepare = vllm_config, prepare
+            sizes = compilation.cudagraph_capture_sizes
+            self.cudagraph_dispatcher = Dispatcher(sizes, compilation.cudagraph_mode)
+            self.model = module.CUDAGraphWrapper(
+                module.CUDAGraphWrapper(model, vllm_config, CUDAGraphMode.PIECEWISE),
+                vllm_config,
+                CUDAGraphMode.FULL,
+            )
+            self.input_ids = torch.zeros(max(sizes), dtype=torch.int64)
+            self.slot_mapping = torch.zeros(max(sizes), dtype=torch.int64)
+            rows = SimpleNamespace(
+                cpu=torch.zeros(max(sizes), 1, dtype=torch.int64),
+                gpu=torch.zeros(max(sizes), 1, dtype=torch.int64),
+            )
+            table = SimpleNamespace(block_tables=[SimpleNamespace(block_table=rows)])
+            self.input_batch = SimpleNamespace(block_table=table)
+            self.block_table = rows
+
+        def capture_model(self):
+            monitor.cudagraph_capturing_enabled = True
+            with module.graph_capture(device=torch.device("cpu")):
+                for mode, descs in self.cudagraph_dispatcher.get_capture_descs():
+                    for desc in descs:
+                        self._warmup_and_capture(desc, cudagraph_runtime_mode=mode)
+            monitor.cudagraph_capturing_enabled = False
+            return 0
+
+        def _warmup_and_capture(self, desc, cudagraph_runtime_mode):
+            assert monitor.cudagraph_capturing_enabled
+            for mode in (CUDAGraphMode.NONE, cudagraph_runtime_mode):
+                self._dummy_run(desc, mode)
+
+        def _dummy_run(self, desc, mode):
+            tokens = desc.num_tokens
+            found, key = self.cudagraph_dispatcher.dispatch(tokens, uniform_decode=desc.uniform)
+            assert mode in (CUDAGraphMode.NONE, found) and key == desc
+            self.input_ids.zero_()
+            self.slot_mapping.fill_(-1)
+            self.block_table.gpu[:tokens] = self.block_table.cpu[:tokens]
+            self._run(tokens, mode, key)
+
+        def _run(self, tokens, mode, key):
+            padded = key.num_tokens
+            metadata = self.prepare(self.block_table.gpu[:padded], self.slot_mapping[:padded])
+            with context.set_forward_context(metadata, self.vllm_config, padded, mode, key):
+                return self.model(self.input_ids[:padded])
+
+        def execute_model(self, scheduler_output, intermediate_tensors=None):
+            tokens = scheduler_output.total_num_scheduled_tokens
+            mode, key = self.cudagraph_dispatcher.dispatch(tokens, scheduler_output.is_decode)
+            self.input_ids[:tokens] = torch.tensor(scheduler_output.token_ids)
+            self.block_table.gpu[:tokens] = self.block_table.cpu[:tokens]
+            self.slot_mapping[:tokens] = self.block_table.gpu[:tokens, 0]
+            self.slot_mapping[tokens:] = -1
+            self.block_table.gpu[tokens:] = 0
+            self.hidden_states = self._run(tokens, mode, key)[:tokens].clone()
+
+    return GPUModelRunner
+
+
 def _worker() -> type:
     class Worker:
         def finish_weight_update(self):
             self.finish()
+
+        def compile_or_warm_up_model(self):
+            self.model_runner.capture_model()
 
     return Worker
 
@@ -293,12 +395,18 @@ def _manager(
             modes = [CUDAGraphMode.FULL]
             if cudagraph_mode is CUDAGraphMode.FULL_AND_PIECEWISE:
                 modes.insert(0, CUDAGraphMode.PIECEWISE)
-            self.descs = [ExecutionDescriptor(mode, size, size) for mode in modes for size in sizes]
+            self._capture_descs = {
+                mode: [
+                    ExecutionDescriptor(mode, size, size if mode is CUDAGraphMode.FULL else None)
+                    for size in sizes
+                ]
+                for mode in modes
+            }
 
         def capture(self, create_forward_fn, progress_bar_desc=""):
             attn_states = {}
             with module.graph_capture(device=self.device):
-                for desc in self.descs:
+                for desc in itertools.chain(*self._capture_descs.values()):
                     made_fn = create_forward_fn(desc, warmup=True)
                     forward, attn_states[desc] = made_fn if pairs else (made_fn, None)
                     forward(CUDAGraphMode.NONE)
@@ -318,12 +426,14 @@ def _manager(
             return attn_states if pairs else None
 
         def dispatch(self, num_reqs, num_tokens, uniform_token_count, num_active_loras):
-            if not self._graphs_captured:
-                return ExecutionDescriptor(CUDAGraphMode.NONE, num_tokens, num_reqs)
-            return min(
-                (desc for desc in self.graphs if desc.num_tokens >= num_tokens),
-                key=lambda desc: desc.num_tokens,
-            )
+            for mode in (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE):
+                if not self._graphs_captured or (mode.name == "FULL" and not uniform_token_count):
+                    continue
+                descs = reversed(self._capture_descs.get(mode, []))
+                found = [desc for desc in descs if desc.num_tokens >= num_tokens]
+                if found:
+                    return found[0]
+            return ExecutionDescriptor(CUDAGraphMode.NONE, num_tokens, num_reqs)
 
         def run_fullgraph(self, desc):
             self.graphs[desc].replay()
@@ -364,6 +474,9 @@ def _runner(made: Modules, context: ModuleType) -> None:
             sizes = vllm_config.compilation_config.cudagraph_capture_sizes
             self.input_ids = torch.zeros(max(sizes), dtype=torch.int64)
             self.positions = torch.zeros(max(sizes), dtype=torch.int64)
+            self.block_tables = SimpleNamespace(
+                input_block_tables=[torch.zeros(max(sizes), 1, dtype=torch.int64)]
+            )
             self.cudagraph_manager = ModelCudaGraphManager(
                 vllm_config, torch.device("cpu"), mode.FULL_DECODE_ONLY, 1
             )
@@ -391,6 +504,7 @@ def _runner(made: Modules, context: ModuleType) -> None:
                 return (forward_fn, None) if manager.pairs else forward_fn
 
             manager.capture(create_forward_fn)
+            return 0
 
         def execute_model(self, scheduler_output, intermediate_tensors=None, dummy_run=False):
             ids = scheduler_output.token_ids

@@ -3,6 +3,7 @@
     python -m benchmarks.gpu.vllm_host run --site SITE --work DIR [--only REGEX] [--out FILE]
     python -m benchmarks.gpu.vllm_host memory --site SITE --work DIR --only REGEX [--out FILE]
     python -m benchmarks.gpu.vllm_host tried --site SITE --work DIR [--defect none|baked|stale]
+    python -m benchmarks.gpu.vllm_host serving --site SITE --work DIR [--only REGEX] [--out FILE]
     python -m benchmarks.gpu.vllm_host ranks --site SITE --work DIR [--only REGEX] [--out FILE]
 
 SITE is a folder with vLLM and what it imports (left out: where Python finds them). Every
@@ -11,8 +12,8 @@ graphrt's graphs and another one vLLM's own. Both generate greedily for the same
 timed in turns, one process a GPU at a time. Weights are random normals, so that tokens depend on
 attention. `memory` compares the first capture of one engine that has its process, and its GPU, to
 itself, as what one engine has made is there for the next one. `ranks` is for two GPUs: tensor and
-data parallel engines, and engines of which a worker is killed. `tried` puts defects into vLLM's
-model, which trials have to find.
+data parallel engines, and engines of which a worker is killed. `serving` captures
+beside steps. `tried` puts defects into vLLM's model, which trials have to find.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from benchmarks.gpu.vllm_host.memory import run_memory
 from benchmarks.gpu.vllm_host.one import run_alone, run_one
 from benchmarks.gpu.vllm_host.ranks.run import run_ranks
 from benchmarks.gpu.vllm_host.run import run_all
+from benchmarks.gpu.vllm_host.serving import run_all_serving, run_serving
 from benchmarks.gpu.vllm_host.tried import run_all_tried, run_tried
 
 
@@ -40,15 +42,16 @@ def main() -> int:
     memory = commands.add_parser("memory")
     ranks = commands.add_parser("ranks")
     tried = commands.add_parser("tried")
+    serving = commands.add_parser("serving")
     tried.add_argument("--defect", choices=["none", "baked", "stale"], help="this one alone")
-    for command in (everything, memory, ranks, tried):
+    for command in (everything, memory, ranks, tried, serving):
         command.add_argument("--site", type=Path, help="a folder with vLLM")
         command.add_argument("--out", type=Path, help="a JSON file for all results")
         command.add_argument("--only", default="", help="regular expression on names")
         command.add_argument("--gpus", type=int, default=2)
-    for command in (everything, ranks, tried):
+    for command in (everything, ranks, tried, serving):
         command.add_argument("--seconds", type=float, default=270, help="stop what runs then")
-    for command in (one, everything, memory, ranks, tried):
+    for command in (one, everything, memory, ranks, tried, serving):
         command.add_argument("--work", type=Path, required=True)
     for command in (one, everything, ranks):
         command.add_argument(
@@ -60,6 +63,8 @@ def main() -> int:
     if args.command == "tried":
         args.only = args.only if args.defect is None else f"{args.only}.*-{args.defect}$"
         return run_all_tried(args)
+    if args.command == "serving":
+        return run_all_serving(args)
     if args.command == "ranks":
         return run_ranks(args)
     if args.command == "memory":
@@ -72,6 +77,8 @@ def main() -> int:
         return 0
     if "-tried-" in args.name:
         result = run_tried(args.name, args.work)
+    elif "-serving-" in args.name:
+        result = run_serving(args.name, args.work)
     else:
         result = run_one(args.name, args.work, args.barrier)
     (args.work / f"{args.name}.result.json").write_text(json.dumps(result))

@@ -6,6 +6,8 @@ from typing import Any
 SIZES = [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 128, 256]
 BATCHES = (1, 3, 8, 37, 64)
 TIMED = (1, 8, 64)
+SERVING_STEPS = 1500
+"""Steps of the model under load."""
 PIECES = {"mode": 3, "backend": "eager"}
 """Split by Dynamo at attention, and not compiled: that is not what is compared, and takes long."""
 
@@ -63,6 +65,21 @@ def configurations() -> dict[str, dict[str, Any]]:
                 "compilation": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
                 "env": {"GRAPHRT_CHECK": "first"},
             }
+    mixed = {**PIECES, "cudagraph_mode": "FULL_AND_PIECEWISE"}
+    while_serving = {"GRAPHRT_VLLM_CAPTURE": "while-serving"}
+    switches = {
+        "vllm": {"GRAPHRT_VLLM": "0"},
+        "upfront": {},
+        "while": while_serving,
+        "checked": {**while_serving, "GRAPHRT_CHECK": "first"},
+        "eager": {"GRAPHRT_VLLM": "0"},
+    }
+    for runner, more in (("v2", ""), ("v1", ""), ("v1", "-draft")):
+        for kind, env in switches.items():
+            options = {"runner": runner, "serving": kind, "env": env, "compilation": mixed}
+            if more:
+                options["speculative"] = {"num_speculative_tokens": 3, "method": "draft_model"}
+            found[f"{runner}{more}-serving-{kind}"] = options
     found["v2-mode_none"] = {
         "runner": "v2",
         "off": True,

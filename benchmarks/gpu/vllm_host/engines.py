@@ -57,10 +57,7 @@ class Engines:
         began = time.perf_counter()
         llm = self.llms[name] = self.made(**copy.deepcopy(self.arguments))
         seconds = time.perf_counter() - began
-        refilled = llm.apply_model(randomise)
-        if self.options.get("speculative", {}).get("method") == "draft_model":
-            # The same weights: what it drafts is accepted.
-            refilled.append(randomise(self.worker(llm).model_runner.drafter.model))
+        refilled = self.refill(llm)
         config = llm.llm_engine.vllm_config.compilation_config
         return {
             "start_s": round(seconds, 1),
@@ -69,6 +66,14 @@ class Engines:
             "refilled": refilled,
             **self.capture.take(),
         }
+
+    def refill(self, llm: Any) -> list[int]:
+        """Give the models of an engine weights that matter."""
+        refilled: list[int] = llm.apply_model(randomise)
+        if self.options.get("speculative", {}).get("method") == "draft_model":
+            # The same weights: what it drafts is accepted.
+            refilled.append(randomise(self.worker(llm).model_runner.drafter.model))
+        return refilled
 
     def recapture(self, name: str) -> dict[str, Any]:
         """Destroy the graphs of one engine and capture them again, now that all kernels are

@@ -7,17 +7,19 @@ from typing import Any
 VOCABULARY = 32000
 
 
-def write_model(folder: Path, layers: int = 4) -> None:
+def write_model(
+    folder: Path, layers: int = 4, *, hidden: int = 1024, heads: int = 16, intermediate: int = 3072
+) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "hidden_size": 1024,
+        "hidden_size": hidden,
         "num_hidden_layers": layers,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 4,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads // 4,
         "head_dim": 64,
-        "intermediate_size": 3072,
+        "intermediate_size": intermediate,
         "vocab_size": VOCABULARY,
         "max_position_embeddings": 8192,
         "rms_norm_eps": 1e-5,

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import tomllib
 
@@ -27,18 +28,27 @@ def entry_points(folder: Path) -> None:
     (info / "entry_points.txt").write_text("\n".join(lines))
 
 
+def _runs(command: str, options: dict[str, Any]) -> bool:
+    """Whether a command has a configuration."""
+    own = {"tried": "defect" in options, "serving": "serving" in options}
+    return own[command] if command in own else not any(own.values())
+
+
 def prepared(args: argparse.Namespace) -> tuple[Path, list[str], str]:
     """The working directory with a model and adapters, the configurations, and PYTHONPATH."""
     work = args.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
     for old in (*work.glob("*.compared"), *work.glob("*.json")):
         old.unlink()
-    write_model(work / "llama")
+    if args.command == "serving":
+        write_model(work / "llama", layers=16, hidden=2048, heads=32, intermediate=8192)
+    else:
+        write_model(work / "llama")
     entry_points(work / "installed")
     names = [
         name
         for name, options in configurations().items()
-        if re.search(args.only, name) and ("defect" in options) == (args.command == "tried")
+        if re.search(args.only, name) and _runs(args.command, options)
     ]
     paths = [str(ROOT), str(work / "installed"), *([str(args.site)] if args.site else [])]
     path = os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)

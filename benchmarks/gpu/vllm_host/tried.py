@@ -65,7 +65,7 @@ def seed(defect: str) -> SimpleNamespace:
 def run_tried(name: str, work: Path) -> dict[str, Any]:
     """One engine with graphs that are tried, then one without graphs, both with the defect."""
     import torch
-    import vllm  # noqa: F401 - its settings of loggers take away handlers added before
+    import vllm  # noqa: F401  (as it is imported, its loggers lose their handlers)
 
     from graphrt.hosts.vllm import report, uninstall
 

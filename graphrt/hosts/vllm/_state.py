@@ -11,6 +11,7 @@ from graphrt.hosts.vllm.pools import Pools
 from graphrt.hosts.vllm.steps import Steps
 from graphrt.hosts.vllm.table import Table, save
 from graphrt.hosts.vllm.weights import Weights
+from graphrt.hosts.vllm.while_serving import WhileServing
 
 
 class State:
@@ -38,10 +39,14 @@ class State:
         self.pools = Pools(
             lambda wrapper: self.count(wrapper), self.table, lambda: save(self.report())
         )
+        self.later = WhileServing(self.pools)
 
     def report(self) -> RunnerReport:
         """The graphs that are captured in this process, and how its steps ran."""
-        return self.table.report(self.eager.reasons, self.pools.graph_pools)
+        later = self.later
+        return self.table.report(
+            self.eager.reasons, self.pools.graph_pools, later.missing, later.dropped
+        )
 
     def not_dispatched(self, num_tokens: int | None) -> None:
         """Count a step that vLLM runs eagerly. Before there are graphs such steps are warm-ups."""

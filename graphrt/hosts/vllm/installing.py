@@ -13,6 +13,8 @@ from typing import Any
 from graphrt.core.base.option_values import shown
 from graphrt.core.batch.modes import graphs_off
 from graphrt.errors import UnsupportedHostError
+from graphrt.hosts.names import is_known
+from graphrt.hosts.vllm import while_serving
 from graphrt.hosts.vllm._state import state
 from graphrt.hosts.vllm.breakable import breakable_type
 from graphrt.hosts.vllm.encoder import EncoderCaptures
@@ -24,6 +26,7 @@ from graphrt.hosts.vllm.table import save_at_end
 from graphrt.hosts.vllm.trials import is_on
 from graphrt.hosts.vllm.versions import (
     BREAKABLE,
+    CAPTURING_WHILE_SERVING,
     ENCODER,
     EXECUTOR,
     PARALLEL,
@@ -63,7 +66,13 @@ def install_into_vllm() -> None:
     if graphs_off():
         logger.info("graphrt: GRAPHRT_MODE=NONE, vLLM runs without graphs")
         return
-    check_names(vllm.__version__)
+    share = while_serving.share_asked()
+    if share and not is_known(vllm.__version__, CAPTURING_WHILE_SERVING):
+        logger.info(
+            "graphrt: all graphs are captured at the start, as this is vLLM %s", vllm.__version__
+        )
+        share = None
+    check_names(vllm.__version__, while_serving=share is not None)
     counter = importlib.import_module("vllm.compilation.counter").compilation_counter
     wrapper = wrapper_type()
 
@@ -96,6 +105,8 @@ def install_into_vllm() -> None:
             _replace(runner2, "execute_model", trials.around_step(runner2.execute_model))
             _replace(manager, "run_fullgraph", trials.around_replay(manager.run_fullgraph))
             _replace(manager, "dispatch", trials.around_dispatch(manager.dispatch))
+        if share is not None:
+            _capture_while_serving(manager, share)
         for runner in (_module(V1).GPUModelRunner, _module(RUNNER2).GPUModelRunner):
             _replace(runner, PROFILE, _closing_unused(vars(runner)[PROFILE]))
             _replace(runner, "capture_model", state.weights.captured(runner.capture_model))
@@ -120,6 +131,20 @@ def uninstall() -> None:
     state.serving = False
     while _undo:
         _undo.pop()()
+
+
+def _capture_while_serving(manager: Any, share: float) -> None:
+    later = state.later
+    later.share = share
+    state.weights.destroyed = later.forget
+    _replace(manager, "capture", later.around_manager(manager.capture))
+    for runner in (_module(V1).GPUModelRunner, _module(RUNNER2).GPUModelRunner):
+        _replace(runner, PROFILE, later.around_profile(vars(runner)[PROFILE]))
+        _replace(runner, "capture_model", later.around_capture_model(runner.capture_model))
+        _replace(runner, "execute_model", later.around_step(runner.execute_model))
+    worker = _module(WORKER).Worker
+    start = later.around_start(worker.compile_or_warm_up_model)
+    _replace(worker, "compile_or_warm_up_model", start)
 
 
 def _check_platform() -> None:

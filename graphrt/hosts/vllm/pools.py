@@ -58,7 +58,7 @@ class Pools:
         """`count` is called with the wrapper that has captured something, `on_end` after a session
         of captures."""
         self._table = table
-        self._on_end = on_end
+        self.on_end = on_end
         # vLLM's handle, or (_INNER, handle) -> graphrt's pool.
         self._pools: dict[Any, SharedPool] = {}
         self._count = count
@@ -134,8 +134,9 @@ class Pools:
         self.largest = 0
 
     @contextmanager
-    def session(self, stream: Any) -> Iterator[None]:
-        """Let lazy wrappers capture, on `stream`; the garbage collector does not run meanwhile."""
+    def session(self, stream: Any, *, is_told: bool = True) -> Iterator[None]:
+        """Let lazy wrappers capture, on `stream`; the garbage collector does not run meanwhile.
+        Unless `is_told` is False, the log and the file of the report are written after it."""
         if self._stack is not None:
             yield
             return
@@ -150,9 +151,11 @@ class Pools:
             yield
             grown = [session.pool_bytes for session in self._sessions]
             total = None if None in grown else sum(each or 0 for each in grown)
-            self._captures.log(time.perf_counter() - began, total)
+            if is_told:
+                self._captures.log(time.perf_counter() - began, total)
             self._table.end()
-        self._on_end()
+        if is_told:
+            self.on_end()
 
     def _join(self, pool: SharedPool) -> None:
         if self._stack is not None:

@@ -25,8 +25,9 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from graphrt import BatchDescriptor, GraphMode, GraphPool, Reason
+from graphrt.core.plan.sizes import CaptureKey
 from graphrt.core.runner.findings import TrialRecord, TrustReport
-from graphrt.core.runner.graph_table import GraphRecord
+from graphrt.core.runner.graph_table import DroppedGraph, GraphRecord
 from graphrt.core.runner.report import RunnerReport
 
 FILE = "GRAPHRT_VLLM_REPORT"
@@ -146,12 +147,19 @@ class Table:
         for row in self._rows.values():
             row.graphs = 0
 
-    def report(self, eager: Counter[Reason], pools: Sequence[GraphPool]) -> RunnerReport:
-        """The rows of what is captured in `pools`, and the eager steps by their reason."""
+    def report(
+        self,
+        eager: Counter[Reason],
+        pools: Sequence[GraphPool],
+        missing: Sequence[CaptureKey] = (),
+        dropped: Sequence[DroppedGraph] = (),
+    ) -> RunnerReport:
+        """The rows of what is captured in `pools`, and the eager steps by their reason; with graphs
+        that are `missing` yet, and such as will not come."""
         rows = [row for row in self._rows.values() if row.graphs]
         sizes = Counter((row.mode, row.descriptor[:2]) for row in rows)
         records: list[GraphRecord] = []
-        steps: dict[tuple[GraphMode, BatchDescriptor], int] = {}
+        steps = dict.fromkeys([*missing, *((each.mode, each.descriptor) for each in dropped)], 0)
         trials: list[TrialRecord] = []
         for row in rows:
             tokens, reqs = row.descriptor.num_tokens, row.descriptor.num_reqs
@@ -180,6 +188,7 @@ class Table:
             steps=steps,
             reasons={Reason.HIT: sum(steps.values()), **eager},
             live_tokens=0,
+            dropped=tuple(dropped),
             trust=TrustReport(trials=tuple(trials)),
             pool_bytes=None if None in pool_bytes else sum(each or 0 for each in pool_bytes),
             mode=(

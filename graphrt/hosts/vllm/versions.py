@@ -12,6 +12,8 @@ from graphrt.hosts.names import MISSING, find, is_known, missing_arguments, miss
 
 KNOWN = ("0.24", "0.33")
 """Whose source was read, and whose own tests were run with graphrt."""
+CAPTURING_WHILE_SERVING = ("0.24",)
+"""Those of which captures may go on beside steps."""
 
 V1 = "vllm.v1.worker.gpu_model_runner"
 V2 = "vllm.v1.worker.gpu.cudagraph_utils"
@@ -50,6 +52,16 @@ _NAMES = {
     ),
     WORKER: ("Worker.finish_weight_update",),
 }
+
+_WHILE_SERVING = {
+    V1: ("GPUModelRunner._warmup_and_capture", "GPUModelRunner.execute_model"),
+    V2: ("graph_capture", "is_global_first_rank"),
+    RUNNER2: ("GPUModelRunner.execute_model",),
+    WORKER: ("Worker.compile_or_warm_up_model",),
+    "vllm.compilation.monitor": ("cudagraph_capturing_enabled",),
+    "vllm.envs": ("VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS",),
+}
+"""Names that captures beside steps need too."""
 
 _ARGUMENTS = {
     (WRAPPER, "CUDAGraphWrapper.__init__"): (
@@ -92,11 +104,13 @@ def check_version(version: str) -> None:
         )
 
 
-def check_names(version: str) -> None:
+def check_names(version: str, *, while_serving: bool) -> None:
     """Raise `UnsupportedHostError` where vLLM lacks a name, an argument or a call that graphrt
     relies on, which names all of them."""
     arguments = _ARGUMENTS | (_OF_WORKERS if EXECUTOR in sys.modules else {})
     missing = [*missing_names(_NAMES), *missing_arguments(arguments), *_missing_uses()]
+    if while_serving:
+        missing += missing_names(_WHILE_SERVING)
     if missing:
         raise UnsupportedHostError(
             f"vLLM {version} is not as graphrt knows it",

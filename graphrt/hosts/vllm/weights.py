@@ -35,6 +35,8 @@ class Weights:
         """vLLM's managers of encoder graphs that have captured."""
         self.wrappers: Callable[[], list[Any]] = list
         """Returns vLLM's wrappers."""
+        self.destroyed: Callable[[], object] = int
+        """Called when all graphs are destroyed."""
 
     def captured(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """A runner's `capture_model`, after which addresses are noted."""
@@ -90,6 +92,7 @@ class Weights:
 
     def _destroy(self) -> int:
         """Destroy all graphs; returns how many were not of wrappers."""
+        self.destroyed()
         count = sum(len(manager.graphs) for manager in self.managers)
         for manager in self.managers:
             # Dispatches to no graph, until it captures again.
