@@ -196,7 +196,7 @@ def test_a_context_kept_across_steps_gets_a_slot_without_promising_a_graph():
 
 def test_begin_step_inside_an_entered_context_is_refused():
     context = ForwardContext(PIECEWISE, BatchDescriptor(4))
-    with context, pytest.raises(InvalidOptionError, match="entered"):
+    with context, pytest.raises(InvalidOptionError, match="inside of `with` this context"):
         context.begin_step()
     context.begin_step()
     with context:  # it may be both, one after the other
@@ -284,6 +284,7 @@ def test_captures_in_a_session_do_not_freeze_the_heap_again(frozen_by_host, monk
     by_nobody = recording._FROZEN_BY_NOBODY  # fewer than a heap has
     counted = counted_gc(monkeypatch)
     monkeypatch.setattr(recording, "_FROZEN_BY_NOBODY", 0 if frozen_by_host else 10**9)
+    monkeypatch.setattr(recording, "_frozen_by_host", False)
     host, pool = Host(FULL), GraphPool("cpu")
     with pool.capture_session():
         wrappers = [host.wrap(lambda x: x + 1, pool) for _ in range(5)]
@@ -294,6 +295,10 @@ def test_captures_in_a_session_do_not_freeze_the_heap_again(frozen_by_host, monk
         assert counted == once
     assert counted.count("get_freeze_count") == 1
     assert counted.count("freeze") == (not frozen_by_host)
+    with pool.capture_session():
+        pass
+    # A host that has frozen its heap is not asked again: that takes 80 ms.
+    assert counted.count("get_freeze_count") == (1 if frozen_by_host else 2)
     assert gc.get_freeze_count() < by_nobody
 
 

@@ -9,9 +9,21 @@ from typing import Any
 import pytest
 import torch
 
-from graphrt import GraphRunner, InputSpec, KeyedGraphs, Plan
+from graphrt import (
+    BatchDescriptor,
+    ForwardContext,
+    GraphMode,
+    GraphOptions,
+    GraphRunner,
+    InputSpec,
+    KeyedGraphs,
+    Plan,
+    wrapper_class,
+)
+from graphrt import current_platform as platform
 from graphrt.core.base.torch_names import is_made_on_host
-from graphrt.errors import BakedScalarError, CaptureSyncError, PageableCopyError
+from graphrt.core.capture.guard import CaptureGuard
+from graphrt.errors import BakedScalarError, CaptureSyncError, PageableCopyError, RefusedOpError
 
 pytestmark = pytest.mark.cuda
 
@@ -135,3 +147,95 @@ def test_a_forward_runs_a_second_capture_only_if_constants_were_made() -> None:
     runner = runner_of(lambda x: forward(x) + torch.tensor(1.0, device=x.device))
     runner.capture()
     assert calls.count(True) == 2
+
+
+class Looks:
+    """How many operators the guard of captures has handled."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        handle = CaptureGuard.handle
+
+        def counted(*args: Any) -> Any:
+            self.count += 1
+            return handle(*args)
+
+        monkeypatch.setattr(CaptureGuard, "handle", counted)
+
+    def taken(self) -> int:
+        count, self.count = self.count, 0
+        return count
+
+
+class Kind:
+    """Names a kind of graphs."""
+
+
+def test_operators_are_looked_at_for_the_first_graph_of_a_kind_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks, graphs, kind = Looks(monkeypatch), KeyedGraphs(), Kind()
+    x = torch.randn(8, 4, device="cuda")
+    captured = {}
+    for size in (8, 4, 2):
+        captured[size] = graphs.capture(size, lambda size=size: x[:size] * 2 + 1, kind=kind)
+        assert bool(looks.taken()) == (size == 8)
+    graphs.capture("another", lambda: x * 3)
+    assert looks.taken()
+    for size, graph in captured.items():
+        assert torch.equal(graph.replay(), x[:size] * 2 + 1)
+
+
+def test_a_later_graph_of_a_kind_may_be_the_first_with_constants(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks, graphs, kind = Looks(monkeypatch), KeyedGraphs(), Kind()
+    x = torch.randn(8, 4, device="cuda")
+
+    def small() -> torch.Tensor:
+        return x[:2] * torch.tensor([1.0, 2.0, 3.0, 4.0], device="cuda")
+
+    graphs.capture(8, lambda: x * 2, kind=kind)
+    looks.taken()
+    graph = graphs.capture(2, small, kind=kind)
+    assert looks.taken()
+    use_pinned_memory()
+    for _ in range(5):
+        x.copy_(torch.randn(8, 4))
+        assert torch.equal(graph.replay(), small())
+    graphs.capture(4, lambda: x[:4] * 2, kind=kind)
+    assert looks.taken()
+
+
+@pytest.mark.parametrize("draw", [lambda: torch.rand(()), lambda: torch.rand(4).pin_memory()])
+def test_a_later_graph_of_a_kind_that_draws_on_the_host_is_refused(draw: Any) -> None:
+    graphs, kind = KeyedGraphs(), Kind()
+    x = torch.randn(8, 4, device="cuda")
+    graphs.capture(8, lambda: x * 2, kind=kind)
+    with pytest.raises(RefusedOpError, match="drawn on the host"):
+        graphs.capture(2, lambda: x[:2] * draw().to("cuda", non_blocking=True), kind=kind)
+    graph = graphs.capture(2, lambda: x[:2] * 2, kind=kind)
+    assert torch.equal(graph.replay(), x[:2] * 2)
+
+
+def test_sizes_of_a_wrapper_are_looked_at_until_one_used_nothing_of_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks = Looks(monkeypatch)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if len(x) > 2 else x * torch.tensor([1.0, 2.0, 3.0, 4.0], device="cuda")
+
+    wrapper = wrapper_class(platform())(forward, "FULL", options=GraphOptions(lazy=True))
+    x = torch.randn(8, 4, device="cuda")
+    seen = {}
+    with wrapper.pool.capture_session():
+        for size in (8, 4, 2, 1):
+            with ForwardContext(GraphMode.FULL, BatchDescriptor(size)):
+                wrapper(x[:size])
+            seen[size] = bool(looks.taken())
+    assert seen == {8: True, 4: False, 2: True, 1: True}
+    for size in (8, 4, 2, 1):
+        x.copy_(torch.randn(8, 4))
+        with ForwardContext(GraphMode.FULL, BatchDescriptor(size)):
+            assert torch.equal(wrapper(x[:size]), forward(x[:size]))

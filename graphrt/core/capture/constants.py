@@ -89,13 +89,17 @@ _returned: WeakKeyDictionary[GraphPool, dict[int, _Made]] = WeakKeyDictionary()
 
 
 class Lifting:
-    """Whether captures of a runner lift constants. To look at every operator slows a capture, and
+    """Whether captures lift constants. To look at every operator doubles the time of a capture, and
     most forwards make none: so the first capture that needs it is repeated with it, and those after
-    it do so at once. Captures of wrappers without a runner always do, where the device needs it.
+    it do so at once. A wrapper without a runner begins with it, as no warm-up was watched.
     """
 
-    def __init__(self) -> None:
-        self.is_on = False
+    def __init__(self, *, is_on: bool = False) -> None:
+        self.is_on = is_on
+
+    def told(self, constants: Constants | None) -> None:
+        """After the first capture of a forward: its other sizes make constants if this one did."""
+        self.is_on = constants is not None and constants.are_used
 
     def expect(self, reads_host: bool) -> None:
         """Before a capture: lift if a warm-up has read memory of the host, or there was none."""
@@ -138,6 +142,8 @@ class Constants:
         self._pinned: list[torch.Tensor] = []
         # Checks for the open segment, in order, each once.
         self._arrays: dict[Check, None] = {}
+        self.are_used = False
+        """Whether a segment that has ended made, or read, memory of the host."""
 
     def begin(self, graph: DeviceGraph) -> None:
         """A segment begins, which `graph` will hold."""
@@ -152,6 +158,7 @@ class Constants:
 
     def end(self) -> None:
         """The segment ends, or has failed; once more changes nothing."""
+        self.are_used = self.are_used or bool(self._made or self._arrays or self._pinned)
         _host_first.leave(self)
 
     def hand_on(self, result: Any) -> None:

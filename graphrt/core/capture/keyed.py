@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from functools import partial
 from typing import Any, NoReturn, cast
+from weakref import WeakKeyDictionary
 
 from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base.errors import CaptureError, CaptureSealedError, NestedCaptureError, Uncopied
@@ -13,6 +14,7 @@ from graphrt.core.base.option_values import MOST, check_callable, check_hashable
 from graphrt.core.batch.context import CaptureTransaction, ForwardContext
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode, graphs_off
+from graphrt.core.capture.constants import Lifting
 from graphrt.core.capture.limit import GraphLimit, LimitReport
 from graphrt.core.capture.options import NO_LIMIT, GraphOptions
 from graphrt.core.capture.refusals import NESTED_CAPTURE
@@ -55,6 +57,8 @@ class KeyedGraphs(Uncopied):
         # Raises now, not at the first capture, if an option is wrong.
         self._wrap(_destroyed)
         self._new_trials = trials
+        # kind of graphs -> whether they lift constants.
+        self._kinds: WeakKeyDictionary[object, Lifting] = WeakKeyDictionary()
         # key -> its graph, which may have been destroyed together with all others of the pool.
         self._graphs: dict[Hashable, KeyedGraph] = {}
         self._limit = GraphLimit.of(options, self.pool)
@@ -80,8 +84,14 @@ class KeyedGraphs(Uncopied):
                 return forward()
         return self._capture(key, forward)[1]
 
-    def capture(self, key: Hashable, forward: Callable[[], Any]) -> KeyedGraph:
+    def capture(
+        self, key: Hashable, forward: Callable[[], Any], *, kind: object = None
+    ) -> KeyedGraph:
         """Capture `forward`, which takes no arguments: it reads and writes memory that stays.
+
+        Graphs of one `kind`, an object that weak references can be made to, run the same code for
+        batches of other sizes: operators of the first are looked at for memory and random numbers
+        of the host, and of the others only if it used some. Without it those of each graph are.
 
         The call has the effect of one eager call of it; one before, as a warm-up, is the host's
         matter. From several threads, captures wait for one another. If `pool.on_capture` raises,
@@ -91,7 +101,7 @@ class KeyedGraphs(Uncopied):
         makes room; `ResourceExhaustedError` where none may.
         """
         check_callable("forward", forward)
-        return self._capture(key, forward, wanted=True)[0]
+        return self._capture(key, forward, wanted=True, kind=kind)[0]
 
     def _descriptor(self, key: Hashable) -> BatchDescriptor:
         # Under a limit a whole number is a size, and the graph of the largest stays.
@@ -99,7 +109,12 @@ class KeyedGraphs(Uncopied):
         return BatchDescriptor(cast(int, key) if is_size else 1, variant=key)
 
     def _capture(
-        self, key: Hashable, forward: Callable[[], Any], *, wanted: bool = False
+        self,
+        key: Hashable,
+        forward: Callable[[], Any],
+        *,
+        wanted: bool = False,
+        kind: object = None,
     ) -> tuple[KeyedGraph, Any]:
         """Capture `forward`; returns the graph, and the result of the call that was captured."""
         descriptor = self._descriptor(key)
@@ -110,6 +125,8 @@ class KeyedGraphs(Uncopied):
         with self.pool.capture_lock:
             trials = None if self._new_trials is None else self._new_trials()
             wrapper = self._wrap(forward, trials=trials)
+            if kind is not None:
+                wrapper._lifting = self._kinds.setdefault(kind, wrapper._lifting)
             capture = partial(self._captured, key, descriptor, wrapper)
             if self._limit is None:
                 graph, outputs = capture()

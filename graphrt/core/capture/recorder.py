@@ -27,7 +27,7 @@ from graphrt.core.base.torch_names import dispatch_modes
 from graphrt.core.batch.context import CaptureTransaction, ForwardContext
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture import guard, refusals
-from graphrt.core.capture.constants import Lifting
+from graphrt.core.capture.constants import Constants, Lifting
 from graphrt.core.device.contract import Capability, DeviceGraph, Unexplained
 from graphrt.core.replay import entry
 from graphrt.core.replay.pool import GraphPool
@@ -141,10 +141,11 @@ class Recorder:
         hooks: entry.SegmentHooks | None,
         bake: bool,
         is_watched: bool,
+        lifting: Lifting,
     ) -> None:
         """For one `call`, whose arguments are `owned` if they were made for this capture. With
         `bake` the graph may keep values of CPU tensors among them; with `is_watched` the operators
-        of eager parts are looked at."""
+        of eager parts are looked at. `lifting` is the wrapper's, for captures without a runner."""
         self.pool = pool
         self.context = context
         self.breakable = breakable
@@ -173,13 +174,15 @@ class Recorder:
         for name in listed:
             guard.check_break(name)
         transaction = context.capture or CaptureTransaction()
-        constants, error = Lifting.of(pool, transaction.lifting)
+        of_runner = transaction.lifting
+        constants, error = Lifting.of(pool, lifting if of_runner is None else of_runner)
         check_host = None
         device_type = pool.platform.device_type
         if device_type != "cpu":
             # Constants that an earlier piece returned may be read.
             unreadable = [t for t in tensors if not bake and not (constants and constants.take(t))]
-            check_host = guard.host_check(unreadable, error, may_draw=transaction.may_draw)
+            may_draw = transaction.may_draw and (of_runner is not None or lifting.is_on)
+            check_host = guard.host_check(unreadable, error, may_draw=may_draw)
         rules = refusals.rules_for(refusals.OPERATORS, device_type, context.mode)
         self._guard = guard.CaptureGuard(
             self, context, listed, check_host, constants, pool._owns, rules, is_watched=is_watched
@@ -328,6 +331,11 @@ class Recorder:
         """See `Recording.made`."""
         reference = self._made.get(id(tensor))
         return reference is not None and reference() is tensor
+
+    @property
+    def constants(self) -> Constants | None:
+        """What was made of memory of the host; None where nobody looked."""
+        return self._guard.constants
 
     def forward_returned(self, result: Any) -> None:
         """The forward is over: operators captured from here on are not its own."""

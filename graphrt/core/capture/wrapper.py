@@ -9,15 +9,19 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol, cast
 
+import torch
+
 from graphrt.core.base import errors, option_values, tree
 from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.batch.context import ForwardContext, current_context
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode, graphs_off
+from graphrt.core.capture import refusals
+from graphrt.core.capture.constants import Lifting
 from graphrt.core.capture.limit import GraphLimit, LimitReport
 from graphrt.core.capture.options import GraphOptions, Sealing
 from graphrt.core.capture.recorder import Bridges, Recorder
-from graphrt.core.device.contract import DeviceGraph
+from graphrt.core.device.contract import Capability, DeviceGraph
 from graphrt.core.device.platform import Platform
 from graphrt.core.device.registry import resolve_platform
 from graphrt.core.dispatch.dispatcher import GraphDispatcher
@@ -225,10 +229,20 @@ class GraphWrapper(errors.Uncopied):
                     advice="GraphOptions(lazy=True, max_graphs=...)",
                 )
             self._count_in(self._limit)
+        breakable = breakable and self.runtime_mode is GraphMode.PIECEWISE
+        # Whether a failed capture may be repeated: not if parts that have ended were run.
+        device = self.pool.platform
+        self._may_repeat = (
+            Capability.FREE_FAILURES in device.capabilities
+            and device.device_type != "cpu"
+            and not breakable
+        )
+        # Of captures without a runner: what the first size told of memory of the host.
+        self._lifting = Lifting(is_on=True)
         # Makes the recorder of one capture.
         self._new_recorder = partial(
             Recorder,
-            breakable=breakable and self.runtime_mode is GraphMode.PIECEWISE,
+            breakable=breakable,
             breaks=self.options.breaks,
             hooks=hooks,
             bake=self.options.host_arguments == "bake",
@@ -356,10 +370,7 @@ class GraphWrapper(errors.Uncopied):
             return _EAGERLY
         if graphs.trials is not None:
             graphs.trials.before_capture(self)
-        recorder = self._new_recorder(
-            self.pool, graphs.bridges, context, (args, kwargs), owned=self._owner_served
-        )
-        record = partial(self._record, recorder, args, kwargs)
+        record = partial(self._record, context, args, kwargs)
         if limit is None:
             entry, result = record()
         else:
@@ -375,14 +386,27 @@ class GraphWrapper(errors.Uncopied):
         return tree.cloned(result) if graphs.clones else result
 
     @undoing
-    def _record(self, undo: Undo, recorder: Recorder, args: Any, kwargs: Any) -> tuple[Entry, Any]:
+    def _record(
+        self, undo: Undo, context: ForwardContext, args: Any, kwargs: Any
+    ) -> tuple[Entry, Any]:
         """Capture a call; returns its entry, which is among `entries` then, and its result. If that
         raises, pieces that the same step captured before are destroyed too, unless there is a
         transaction, which does so."""
-        pool, context, graphs = self.pool, recorder.context, self._graphs
+        pool, graphs, lifting = self.pool, self._graphs, self._lifting
         descriptor, transaction = context.descriptor, context.capture
         assert descriptor is not None
         bound = bound_arguments(args, kwargs)
+        has_runner = transaction is not None and transaction.lifting is not None
+        new_recorder: Callable[[], Recorder] = partial(
+            self._new_recorder,
+            pool,
+            graphs.bridges,
+            context,
+            (args, kwargs),
+            owned=self._owner_served,
+            lifting=lifting,
+        )
+        recorder = new_recorder()
 
         def take_back() -> None:
             if descriptor not in graphs.entries:
@@ -392,7 +416,10 @@ class GraphWrapper(errors.Uncopied):
                 pool.pieces.take_back(context)
 
         def run() -> Any:
+            drawn = None if lifting.is_on else torch.random.get_rng_state()
             result = self.runnable(*args, **kwargs)
+            if drawn is not None and not torch.equal(drawn, torch.random.get_rng_state()):
+                raise refusals.HOST_DRAW()
             recorder.forward_returned(result)
             if self.options.outputs != "static":
                 return result
@@ -400,7 +427,16 @@ class GraphWrapper(errors.Uncopied):
 
         undo.after_error(take_back)
         pool.pieces.check_held((args, kwargs), context)
-        result = recorder.record(run)
+        try:
+            result = recorder.record(run)
+        except (errors.PageableCopyError, errors.RefusedOpError):
+            # This size does what the first one did not: once more, with a look at each operator.
+            if has_runner or not lifting.repeat():
+                raise
+            recorder = new_recorder()
+            result = recorder.record(run)
+        if not has_runner and lifting.is_on and self._may_repeat:
+            lifting.told(recorder.constants)
         outputs = tree.map_leaves(recorder.captured_ref, result)
         entry = self.entry_class(descriptor, tuple(recorder.parts), outputs, bound, context.token)
         if self.options.outputs != "static":

@@ -132,14 +132,20 @@ _FROZEN_BY_NOBODY = 5000
 """Python 3.12 has 375 objects frozen at its start: to thaw so few costs nothing."""
 
 
+_frozen_by_host = False
+"""Whether the host has frozen objects, as it said when asked last. An engine does so for good."""
+
+
 def _keep_still(undo: list[Callable[[], object]]) -> None:
     """Turn collections off and freeze what is garbage; `undo` gets what ends that."""
+    global _frozen_by_host
     # `int`, as there has to be a call: the host had collections off itself.
     undo.append(gc.enable if gc.isenabled() else int)
     gc.disable()
     # What the host froze itself must not be thawed with ours. To ask takes 80 ms where half a
-    # million objects are frozen, so the first user alone does.
-    if gc.get_freeze_count() < _FROZEN_BY_NOBODY:
+    # million objects are frozen (vLLM): so not again, which would slow each capture beside steps.
+    _frozen_by_host = _frozen_by_host or gc.get_freeze_count() >= _FROZEN_BY_NOBODY
+    if not _frozen_by_host:
         undo.append(gc.unfreeze)
         gc.freeze()
 

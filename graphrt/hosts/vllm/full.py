@@ -35,9 +35,15 @@ class FullGraph:
         self._trials: WrapperTrials | None = None
         self.replay: Callable[[], Any] = _not_captured
 
-    def capture(self, handle: Any, forward: Callable[[], Any], descriptor: BatchDescriptor) -> None:
+    def capture(
+        self,
+        handle: Any,
+        forward: Callable[[], Any],
+        descriptor: BatchDescriptor,
+        manager: Any = None,
+    ) -> None:
         """Capture `forward`, which leaves its results in buffers, in vLLM's pool of that handle;
-        the report names it by `descriptor`."""
+        the report names it by `descriptor`. All graphs of a `manager` run one model."""
         from vllm.distributed.device_communicators.pynccl_allocator import set_graph_pool_id
 
         pool = state.pools.use(handle, self)
@@ -47,7 +53,7 @@ class FullGraph:
         key = FullKey(next(_keys), descriptor)
         # A worker that ends in the capture names this graph.
         state.table.latest = state.table.row(GraphMode.FULL, descriptor)
-        graph: KeyedGraph = graphs.capture(key, forward)
+        graph: KeyedGraph = graphs.capture(key, forward, kind=manager)
         weakref.finalize(self, graphs.drop, key).atexit = False
         self.replay, self.filled = _counting(graph, descriptor), True
         self._trials = graph.trials
@@ -200,4 +206,5 @@ class FullCaptures:
         state.pools.largest = max(state.pools.largest, self._key.num_tokens)
         key = self._key
         descriptor = BatchDescriptor(key.num_tokens, getattr(key, "num_reqs", None), variant=key)
-        return graph.capture(self._handle, partial(forward, *args, **kwargs), descriptor)
+        run = partial(forward, *args, **kwargs)
+        return graph.capture(self._handle, run, descriptor, self._manager)
