@@ -3,6 +3,9 @@
 CPython tells of dicts alone, and from 3.12 on. Each step glances at a few places that it does not
 tell of, and at one tensor that graphs read: tenths of a microsecond, in C. All places come up in
 one order (`ring_of`), in which a change of many layers is found by one of the first glances.
+
+`ReadSet.glances` has the tensors, `HostWatch.glances` the places. `Glances` of checks.py puts
+torch's settings before them: that is what a runner asks at each step.
 """
 
 from __future__ import annotations

@@ -79,8 +79,8 @@ class ReadSet:
         """Where every eager run of the forward puts another tensor, computed of its weights."""
         self.left_behind: list[str] = []
         """Where the last `settle` found other tensors than graphs captured before it read."""
-        self.takes_inputs = False
-        """Whether a run of the forward has written, reshaped or kept an input."""
+        self.needs_copies = False
+        """Whether eager steps need copies: a run has written, reshaped or kept an input."""
         self.host = HostWatch()
         # The walk that `host` goes by, and its thread: a `threading.local` has a dict for each.
         self._settled: tuple[Places, int] | None = None
@@ -93,7 +93,7 @@ class ReadSet:
         """Keep the memory that a run for graphs of a `kind` used and somebody else still holds; the
         rest was temporary. With None graphs of any kind may use it."""
         self.saw_compiled_code |= watch.saw_compiled_code
-        self.takes_inputs |= watch.takes_inputs
+        self.needs_copies |= watch.changes_inputs
         self.drawn |= watch.drawn
         for key, use in watch.uses.items():
             # An output of another runner that this forward calls, and no longer holds: a temporary,

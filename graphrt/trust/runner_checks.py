@@ -152,11 +152,11 @@ class RunnerChecks(Checks):
 
     def lends(self) -> Collection[int] | None:
         reads = self.reads
-        is_safe = self.warmed_up and not (reads.takes_inputs or reads.saw_compiled_code)
+        is_safe = self.warmed_up and not (reads.needs_copies or reads.saw_compiled_code)
         return reads.held if is_safe else None
 
     def stop_lending(self, kept: Mapping[str, int]) -> None:
-        self.reads.takes_inputs = True
+        self.reads.needs_copies = True
         if not kept:
             return
         paths = {key: place.path for place, _, key in self.reads.walk().keyed}

@@ -1,8 +1,9 @@
-"""Trials of a runner's steps, and of the calls of a wrapper whose host runs its own steps: one is
-run several times, by its graph and eagerly.
+"""What a trial runs: a runner's step (`StepRuns`), or a call of a wrapper (`WrapperStep`). `Trial`
+(trial.py) makes these runs again and again, by the graph and eagerly, and compares them.
 
-A bare wrapper replays whatever its host has changed in Python since the capture. With
-`trials=WrapperTrials()` its graphs are checked as those of a runner are (checks.py):
+And the checks of a wrapper whose host runs its own steps. A bare wrapper replays whatever its host
+has changed in Python since the capture. With `trials=WrapperTrials()` its graphs are checked as
+those of a runner are (checks.py):
 
 1. The first replay of each kind of graph is a trial: the runnable runs eagerly beside it. From that
    run it is known which tensors graphs read.

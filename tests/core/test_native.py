@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from graphrt import Batch
 from graphrt.core.base.native_sources import fingerprints
+from graphrt.core.dispatch.reasons import Dispatch
 from tests import starts
 from tests.core.native_build import LOAD, ROOT, build, built_by, run
 
@@ -128,6 +130,12 @@ def test_an_extension_is_used_in_a_package_without_trust(built: Path, tmp_path: 
 def test_the_package_computes_each_source_fingerprint_of_the_extension() -> None:
     names = fingerprints(ROOT / "graphrt")
     assert {*names} == {"TWINS", "TRUST", "SOURCES"}
+
+
+def test_the_fields_that_c_reads_by_position_are_where_it_reads_them() -> None:
+    """Slots are found by name; of these tuples native/path.c reads the places."""
+    assert Batch._fields[:2] == ("num_tokens", "num_reqs")
+    assert Dispatch._fields[3] == "slot"
 
 
 RANDOM_STEPS = f"""{LOAD}

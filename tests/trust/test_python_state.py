@@ -17,6 +17,7 @@ from torch import nn
 
 from graphrt import (
     Batch,
+    Example,
     GraphOptions,
     GraphRunner,
     Host,
@@ -32,11 +33,9 @@ LEVELS = ("capture", "first", "sample", "always")
 
 
 def runner_of(forward: Callable[..., Any], level: str = "capture", **more: Any) -> GraphRunner:
-    runner = GraphRunner(
-        forward,
-        **{"mode": "FULL", "inputs": {"x": X}, "sizes": [4, 8], "platform": "cpu", **more},
-        options=GraphOptions(check=level, **more.pop("options", {})),
-    )
+    options = GraphOptions(check=level, **more.pop("options", {}))
+    arguments = {"mode": "FULL", "inputs": {"x": X}, "sizes": [4, 8], "platform": "cpu", **more}
+    runner = GraphRunner(forward, **arguments, options=options)
     runner.capture()
     return runner
 
@@ -824,3 +823,37 @@ def test_an_optimizer_that_has_stepped_before_the_capture_is_replayed(name, leve
     right, ran, said, _ = served(stepped, level=level, mode=mode)
     assert right and said == []
     assert {*ran} == {Reason.HIT}
+
+
+# Tensors that the forward puts in one another's place ---------------------------------------------
+
+
+class Swapping(nn.Module):
+    """Reads one buffer, writes the other, and swaps them: the next call reads what this one wrote.
+    A graph reads the same one at each replay, and its first replay equals eager."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.front, self.back = torch.zeros(WIDTH), torch.full((WIDTH,), 5.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result = x + self.front
+        self.back.copy_(self.front + 1)
+        self.front, self.back = self.back, self.front
+        return result
+
+
+def example_of_rows(batch: Batch, generator: torch.Generator) -> Example:
+    return Example({"x": torch.randn(batch.num_tokens, WIDTH, generator=generator)})
+
+
+@pytest.mark.parametrize("warmups", [None, 1, 2])
+def test_buffers_that_a_forward_swaps_are_named_by_the_trials_of_examples(warmups):
+    """These trials put Python back, so that no look after them finds another tensor."""
+    with pytest.raises(PythonStateError, match=r"puts another one in its place.*\n.*model\.front"):
+        runner_of(Swapping(), host=Host(example=example_of_rows), options={"warmups": warmups})
+
+
+def test_steps_are_right_where_a_forward_swaps_buffers():
+    right, _, said, _ = served(Swapping)
+    assert right and "model.front" in "".join(said)

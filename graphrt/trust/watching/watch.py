@@ -174,7 +174,7 @@ class Watch(ThreadMode):
         # Writes to `inputs` memory, by the address of the tensor that was written.
         self.inputs_written: dict[int, Use] = {}
         # Whether an input was written, or reshaped in place.
-        self.takes_inputs = False
+        self.changes_inputs = False
         # Whether the run has called code compiled by Inductor, whose reads no operator shows.
         self.saw_compiled_code = False
         # Whether all that it wrote were rows whose numbers came from its inputs.
@@ -314,7 +314,7 @@ class Watch(ThreadMode):
             if key is None or type(use) is OwnMemory:
                 continue
             if address in self._inputs:
-                self.takes_inputs = True
+                self.changes_inputs = True
                 if torch.Tag.inplace_view not in op.func.tags:
                     use = Use(tensor, str(op.func), op.source)
                     self.inputs_written.setdefault(tensor.data_ptr(), use)
