@@ -29,6 +29,18 @@ def runner_of(forward: Any, mode: str = "FULL", **options: Any) -> GraphRunner:
     )
 
 
+def by_calls(runner: GraphRunner) -> None:
+    """Capture each size in a session of its own."""
+    while runner.capture_next():
+        pass
+
+
+def by_steps(runner: GraphRunner) -> None:
+    """The same by steps of a runner that is lazy."""
+    for size in reversed(SIZES):
+        runner(x=torch.ones(size, WIDTH, device="cuda"))
+
+
 def attempts_of(runner: GraphRunner) -> dict[int, int]:
     return {each.descriptor.num_tokens: each.attempts for each in runner.report().graphs}
 
@@ -88,7 +100,55 @@ def test_a_first_call_that_waits_for_the_device_is_warmed_up_and_captured_again(
     assert_equal_to_eager(runner, forward)
 
 
-def test_tables_that_captures_make_are_made_by_warm_ups_then():
+@pytest.mark.parametrize("capture", [by_calls, by_steps])
+@pytest.mark.parametrize("check", ["off", "capture"])
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_later_sessions_warm_up_no_size_either(mode, check, capture):
+    weight, cache = torch.randn(WIDTH, WIDTH, device="cuda"), torch.zeros(16, device="cuda")
+
+    @eager_break
+    def part(x):
+        cache[: len(x)] = x[:, 0]
+        return x.relu()
+
+    def forward(x):
+        return part(x @ weight) @ weight
+
+    runner = runner_of(forward, mode, check=check, lazy=capture is by_steps)
+    capture(runner)
+    graphs = runner.report().graphs
+    assert [each.warm_up_s > 0 for each in graphs] == [True, False, False, False]
+    assert attempts_of(runner) == dict.fromkeys(SIZES, 1)
+    assert capture is by_steps or check == "off" or not cache.any()
+    assert_equal_to_eager(runner, forward)
+
+
+@pytest.mark.parametrize("capture", [GraphRunner.capture, by_calls, by_steps])
+def test_an_interrupted_try_leaves_no_tensor_of_its_graph_in_python(capture):
+    class Model:
+        fails = True
+
+        def __init__(self) -> None:
+            self.tables: dict[int, torch.Tensor] = {}
+
+        def __call__(self, x):
+            if len(x) not in self.tables:
+                self.tables[len(x)] = torch.arange(len(x), device="cuda", dtype=x.dtype)[:, None]
+            if len(x) == 4 and self.fails and current_capture() is not None:
+                raise KeyboardInterrupt
+            return x + self.tables[len(x)]
+
+    model = Model()
+    runner = runner_of(model, lazy=capture is by_steps)
+    with pytest.raises(KeyboardInterrupt):
+        capture(runner)
+    assert 4 not in model.tables
+    model.fails = False
+    assert_equal_to_eager(runner, model)
+
+
+@pytest.mark.parametrize("capture", [GraphRunner.capture, by_calls, by_steps])
+def test_tables_that_captures_make_are_made_by_warm_ups_then(capture):
     tables: dict[int, torch.Tensor] = {}
 
     def forward(x):
@@ -96,8 +156,8 @@ def test_tables_that_captures_make_are_made_by_warm_ups_then():
             tables[len(x)] = torch.arange(len(x), device="cuda", dtype=x.dtype)[:, None] * 2
         return x + tables[len(x)]
 
-    runner = runner_of(forward)
-    runner.capture()
+    runner = runner_of(forward, lazy=capture is by_steps)
+    capture(runner)
     assert attempts_of(runner) == {8: 1, 4: 2, 2: 2, 1: 1}
     assert not any(runner.pool._owns(each) for each in tables.values())
     assert_equal_to_eager(runner, forward)
