@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import vllm_on_cpu as host
-from test_vllm import told, vllm  # noqa: F401  (fixtures)
+from test_vllm import told, untried, vllm  # noqa: F401  (fixtures)
 
 import graphrt.hosts.vllm
 from graphrt import GraphMode
@@ -23,6 +23,7 @@ pytestmark = [
         host.IS_INSTALLED, reason="the published runners need a GPU: benchmarks/gpu/vllm_host"
     ),
     pytest.mark.parametrize("vllm", ["0.24.0"], indirect=True),
+    pytest.mark.usefixtures("untried"),
 ]
 SIZES = [1, 2, 4, 8, 16]
 WIDTH = 4
