@@ -257,6 +257,7 @@ def _worker() -> type:
 
         def compile_or_warm_up_model(self):
             self.model_runner.capture_model()
+            self.warm_up()
 
     return Worker
 

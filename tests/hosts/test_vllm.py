@@ -61,6 +61,13 @@ def vllm(request, monkeypatch):
     engine.platform.__class__._global_graph_pool = None
 
 
+@pytest.fixture
+def untried(monkeypatch):
+    """Also where the suite runs under GRAPHRT_CHECK: a trial of a FULL graph replays it once more,
+    and calls its forward twice."""
+    monkeypatch.delenv("GRAPHRT_CHECK", raising=False)
+
+
 class Forward:
     """Counts its calls; writes nothing."""
 
@@ -114,6 +121,7 @@ def told(caplog):
 
 
 @pytest.mark.parametrize("name", ["PIECEWISE", "FULL"])
+@pytest.mark.usefixtures("untried")
 def test_a_wrapper_captures_in_a_session_and_replays_each_descriptor(vllm, name):
     config, forward, buffer = host.config([2, 4], name), Forward(), torch.zeros(4, 4)
     mode = vllm.mode[name]
@@ -445,6 +453,7 @@ LOADS = {update_in_place: 0, replace_weight: 1, replace_data: 1, absorb_anew: 1}
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize("loaded", ["target", "draft"])
 @pytest.mark.parametrize("version", ["v1", "v2_runner"])
+@pytest.mark.usefixtures("untried")
 def test_reloaded_weights_outdate_graphs_unless_written_in_place(
     vllm, monkeypatch, told, version, loaded, load
 ):
@@ -589,6 +598,7 @@ def test_the_v2_model_runner_replays_full_graphs_of_graphrt(vllm):
     assert decoder.model.calls == calls
 
 
+@pytest.mark.usefixtures("untried")
 def test_a_trial_finds_a_changed_number_in_full_graphs_of_the_v2_runner(vllm, monkeypatch):
     monkeypatch.setenv("GRAPHRT_CHECK", "first")
 
@@ -664,6 +674,7 @@ def decoder_graph(decoder) -> Any:
     return made[-1]
 
 
+@pytest.mark.usefixtures("untried")
 def test_the_weight_offloader_is_synced_before_and_joined_inside_a_capture(vllm, monkeypatch):
     called: list[str] = []
     offloader = SimpleNamespace(
@@ -700,6 +711,7 @@ def marked(vllm, monkeypatch):
     return vllm.breakable.eager_break_during_capture
 
 
+@pytest.mark.usefixtures("untried")
 def test_breakable_graphs_run_vllms_marked_functions_eagerly_between_pieces(vllm, marked):
     lengths: list[int] = []
 
@@ -852,6 +864,7 @@ def test_contexts_of_create_forward_context_capture_and_replay_graphs_in_a_break
 
 
 @pytest.mark.parametrize("name", ["PIECEWISE", "FULL"])
+@pytest.mark.usefixtures("untried")
 def test_a_copied_context_of_another_mode_runs_in_that_mode(vllm, name):
     config, forward, buffer = host.config([2], name), Forward(), torch.zeros(2, 4)
     mode, key = vllm.mode[name], vllm.Key(2)

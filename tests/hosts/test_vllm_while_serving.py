@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import vllm_on_cpu as host
-from test_vllm import told, vllm  # noqa: F401  (fixtures)
+from test_vllm import told, untried, vllm  # noqa: F401  (fixtures)
 
 import graphrt.hosts.vllm
 from graphrt import GraphMode
@@ -23,6 +23,7 @@ pytestmark = [
         host.IS_INSTALLED, reason="the published runners need a GPU: benchmarks/gpu/vllm_host"
     ),
     pytest.mark.parametrize("vllm", ["0.24.0"], indirect=True),
+    pytest.mark.usefixtures("untried"),
 ]
 SIZES = [1, 2, 4, 8, 16]
 WIDTH = 4
@@ -163,6 +164,8 @@ def start(request, vllm, monkeypatch, clock, free):
         vars(engine.config).update(config)
         engine.worker = sys.modules["vllm.v1.worker.gpu_worker"].Worker()
         engine.worker.model_runner = engine.runner
+        # vLLM's V2 runner takes steps of its own before it is ready.
+        engine.worker.warm_up = lambda: engine.step([1, 2, 3])
         engine.runner.profile_cudagraph_memory()
         engine.worker.compile_or_warm_up_model()
         engine.at_start = engine.captured()
@@ -179,6 +182,12 @@ def ids_of(count: int) -> list[int]:
 def step_is_right(engine: Any, count: int, **kind: Any) -> bool:
     ids = ids_of(count)
     return torch.equal(engine.step(ids, **kind), engine.model.embed[torch.tensor(ids)] * 2)
+
+
+def served(size: int) -> int:
+    """The steps of the graph of a size."""
+    steps = graphrt.hosts.vllm.report().steps
+    return sum(count for (_, batch), count in steps.items() if batch.num_tokens == size)
 
 
 def full(*sizes: int) -> list[tuple[str, int]]:
@@ -228,9 +237,16 @@ def test_a_batch_whose_graph_is_missing_runs_by_the_next_larger_one(start, clock
     engine = start()
     _state.state.later._next_s = clock.now + 1e6
     calls = engine.model.calls
-    for count in (2, 3, 7, 16, 1):
+    for count in (2, 3, 7, 6, 5, 16, 1):
         assert step_is_right(engine, count)
     assert engine.model.calls == calls and engine.captured() == full(1, 16)
+    _state.state.later._next_s, _state.state.later.share = 0.0, 1.0
+    while ("FULL", 8) not in engine.captured():
+        assert step_is_right(engine, 7)
+    steps = served(16), served(8)
+    _state.state.later._next_s = float("inf")
+    assert step_is_right(engine, 3)
+    assert (served(16), served(8)) == (steps[0], steps[1] + 1)
 
 
 def test_captures_change_no_page_or_state_of_a_live_request(start, monkeypatch):
@@ -282,7 +298,7 @@ def test_a_capture_that_fails_is_tried_again_and_then_given_up(start, monkeypatc
     engine.model.breaks = [RuntimeError("operation not permitted when stream is capturing")]
     for _ in range(3):
         assert step_is_right(engine, 3)
-    assert len(engine.captured()) == 4
+    assert len(engine.captured()) == 4 and not graphrt.hosts.vllm.report().dropped
     engine.model.breaks = [RuntimeError("operation not permitted")] * 9
     for _ in range(9):
         assert step_is_right(engine, 3)
@@ -294,6 +310,37 @@ def test_a_capture_that_fails_is_tried_again_and_then_given_up(start, monkeypatc
     # Batches of the size that was given up run by a larger graph.
     assert step_is_right(engine, dropped.descriptor.num_tokens) and engine.model.calls == calls
     assert any("over, with 4 of 5 graphs" in line for line in told.messages)
+
+
+def test_captures_stop_where_one_runs_out_of_memory(start, told):
+    engine = start(share=1.0)
+    engine.model.breaks = [torch.OutOfMemoryError("CUDA out of memory")]
+    for _ in range(5):
+        assert step_is_right(engine, 3)
+    assert engine.captured() == full(1, 16)
+    (line,) = [line for line in told.messages if "no more graphs" in line]
+    assert "CUDA out of memory" in line and len(graphrt.hosts.vllm.report().dropped) == 3
+
+
+def test_the_device_is_waited_for_before_and_after_a_capture(start, monkeypatch):
+    engine, order = start(share=1.0), []
+    platform = SimpleNamespace(synchronize=lambda: order.append("wait"))
+    monkeypatch.setattr(while_serving, "device_platform", lambda: platform)
+    (plan,) = _state.state.later._plans
+    capture = plan.capture
+    monkeypatch.setattr(plan, "capture", lambda graph: (order.append("capture"), capture(graph)))
+    assert step_is_right(engine, 3)
+    assert order == ["wait", "capture", "wait"]
+
+
+def test_captures_of_the_v2_runner_take_no_stream_of_their_own(start, vllm, monkeypatch):
+    engine = start(share=1.0)
+    if isinstance(engine, V1):
+        pytest.skip("the V1 runner opens no session for one graph")
+    monkeypatch.setattr(vllm.v2, "graph_capture", None)
+    for _ in range(5):
+        assert step_is_right(engine, 3)
+    assert len(engine.captured()) == 5
 
 
 @pytest.mark.parametrize("limit", ["estimate", "free"])
@@ -401,3 +448,4 @@ def test_another_version_of_vllm_captures_all_at_the_start(vllm, monkeypatch, to
     graphrt.hosts.vllm.uninstall()
     graphrt.hosts.vllm.install()
     assert any("at the start, as this is vLLM 0.33.0" in line for line in told.messages)
+    assert not hasattr(vllm.v1.GPUModelRunner.execute_model, "__wrapped__")
