@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from graphrt.core.base.errors import MissingTorchNameError
+from graphrt.core.base.texts import error_text
 from graphrt.core.device.platform import Availability
 from graphrt.core.device.pool_memory import weak_alias
 
@@ -57,7 +58,7 @@ def _availability() -> Availability:
 
 
 def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
+    lines = error_text(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 
 

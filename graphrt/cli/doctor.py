@@ -24,7 +24,7 @@ import graphrt
 from graphrt.cli.variables import variables_set
 from graphrt.core.base._native_door import native_state
 from graphrt.core.base.errors import GraphRTError
-from graphrt.core.base.texts import printable_data, seconds_text
+from graphrt.core.base.texts import error_line, printable_data, seconds_text
 from graphrt.core.device.registry import (
     FoundPlatform,
     current_platform,
@@ -153,7 +153,7 @@ def _tried(name: str) -> dict[str, Any]:
             right = torch.equal(out.cpu(), (x * 2 + 1).sum(-1, keepdim=True))
     except Exception as error:
         # Whatever is broken there: the diagnosis of everything else is still wanted.
-        return {"error": f"{type(error).__name__}: {error}"}
+        return {"error": error_line(error)}
     why = None if reason is None else reason.reason
     if why is not graphrt.Reason.HIT:
         return {"error": f"no graph served the step: {why}"}

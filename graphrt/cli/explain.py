@@ -15,7 +15,7 @@ import torch
 
 from graphrt.core.base.errors import GraphRTError, InvalidInputError, InvalidOptionError
 from graphrt.core.base.option_values import shown
-from graphrt.core.base.texts import printable
+from graphrt.core.base.texts import error_line, printable
 from graphrt.core.capture.refusals import source_of
 from graphrt.core.inputs.spec import InputSpec
 from graphrt.observe.explaining import explain
@@ -58,7 +58,7 @@ def print_explanation(
         where, written = source_of(error), ", ".join(inputs)
         raise InvalidInputError(
             "the forward fails on such inputs",
-            got=f"{type(error).__name__}: {error}" + (f" at {where}" if where else ""),
+            got=error_line(error) + (f" at {where}" if where else ""),
             expected=f"a forward that takes {printable(written)}",
             advice="another dtype or shape; the forward's own call has the traceback",
         ) from error
@@ -87,7 +87,7 @@ def _found(target: str) -> Callable[..., Any]:
     except BaseException as error:
         raise InvalidOptionError(
             "there is no such forward",
-            got=f"{target} ({type(error).__name__}: {error})",
+            got=f"{target} ({error_line(error)})",
             expected="module:name of a function or a module, in a module that can be imported",
             advice="graphrt explain engine.model:forward --input x=float32[tokens,16]",
         ) from error
@@ -103,7 +103,7 @@ def _made(target: str, maker: Callable[..., Any]) -> Callable[..., Any]:
     except BaseException as error:
         raise InvalidOptionError(
             "the forward cannot be made",
-            got=f"{target}() raises {type(error).__name__}: {error}",
+            got=f"{target}() raises {error_line(error)}",
             expected="a function or a class that --made calls without arguments",
             advice="name a function of your own that makes it: def made(): return Model(config)",
         ) from error

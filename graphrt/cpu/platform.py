@@ -12,6 +12,7 @@ import torch
 
 from graphrt.core.base.errors import CaptureError, InvalidOptionError, ResourceExhaustedError
 from graphrt.core.base.option_values import shown
+from graphrt.core.base.texts import error_text
 from graphrt.core.capture.wrapper import GraphWrapper
 from graphrt.core.device.contract import (
     CONTRACT_VERSION,
@@ -112,10 +113,10 @@ class CpuPlatform(Platform):
         if isinstance(error, CaptureError):
             return error
         # torch raises a plain RuntimeError where malloc gives nothing: only its text tells.
-        if isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error):
+        if isinstance(error, MemoryError) or "DefaultCPUAllocator" in error_text(error):
             return ResourceExhaustedError(
                 "the machine ran out of memory during a capture",
-                got=" ".join(str(error).split()) or None,
+                got=" ".join(error_text(error).split()) or None,
                 advice="capture fewer or smaller sizes, or leave caches less memory",
             )
         return super().explain(error)

@@ -10,6 +10,7 @@ from graphrt.core.base.errors import (
     RefusedOpError,
     ResourceExhaustedError,
 )
+from graphrt.core.base.texts import error_line
 from graphrt.core.capture.refusals import LATE
 from graphrt.core.device.contract import (
     EndedCaptureError,
@@ -145,7 +146,7 @@ _CAUSES: tuple[tuple[str, type[CaptureError], str, str], ...] = (
 def explain(error: BaseException) -> CaptureError:
     """The cause of a failed capture, looked for in the whole chain of `error`; `Unexplained` for an
     error of the forward's own."""
-    messages = [f"{type(link).__name__}: {link}" for link in error_chain(error)]
+    messages = [error_line(link) for link in error_chain(error)]
     for pattern, kind, what, advice in _CAUSES:
         for message in messages:
             if pattern in message.lower():

@@ -34,7 +34,7 @@ from graphrt.core.base.errors import (
     GraphRTError,
     InvalidOptionError,
 )
-from graphrt.core.base.texts import aligned, counted, size_text
+from graphrt.core.base.texts import aligned, counted, error_line, size_text
 from graphrt.core.batch.descriptor import Batch
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.guard import check_break
@@ -213,7 +213,7 @@ def _explained(
             by_graph = _seconds(lambda: runner(batch, **values), sync)
         except GraphRTError as error:
             # An eager part may return other values, or shapes, than at capture.
-            failure = f"{type(error).__name__}: {error}"
+            failure = error_line(error)
         eagerly = _seconds(lambda: forward(**values), sync)
     report = runner.report()
     parts = [part for entry in runner.graphs.entries() for part in entry.parts]

@@ -20,6 +20,7 @@ from graphrt._version import __version__
 from graphrt.core.base.errors import GraphRTError, InvalidBatchError, InvalidOptionError
 from graphrt.core.base.log import logger
 from graphrt.core.base.option_values import shown
+from graphrt.core.base.texts import error_line
 from graphrt.core.batch.descriptor import (
     Batch,
     BatchDescriptor,
@@ -319,7 +320,7 @@ class Agreement:
         """Say that this rank makes no more steps because of `error`: the others raise
         `RankStoppedError` at their next vote, or within the time-out. Not collective."""
         is_cause = not isinstance(error, RankLostError | RankStoppedError)
-        self._leave(f"{type(error).__name__}: {error}".splitlines()[0], is_cause=is_cause)
+        self._leave(error_line(error).splitlines()[0], is_cause=is_cause)
 
     def close(self) -> None:
         """Leave the agreement: a rank that votes afterwards gets a `RankStoppedError`. Not

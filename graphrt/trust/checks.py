@@ -18,6 +18,7 @@ from graphrt.core.base._native_door import NativeGlances
 from graphrt.core.base._undo import undo_after
 from graphrt.core.base.log import logger
 from graphrt.core.base.settings import ASKED, READ, TURN, settings
+from graphrt.core.base.texts import error_text
 from graphrt.core.batch.descriptor import room_for_reqs
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.dispatch.reasons import Dispatch, Reason
@@ -743,7 +744,7 @@ class Checks(StepChecks):
         graph = self._graphs[slot]
         record = graph.record
         if graph.changed:
-            self._give_up(graph, f"it cannot be tried: {error}")
+            self._give_up(graph, f"it cannot be tried: {error_text(error)}")
             return Reason.QUARANTINED
         if isinstance(error, errors.StateTooLargeError) or self.in_ranks(agreed):
             raise error
@@ -755,9 +756,9 @@ class Checks(StepChecks):
         if is_first:
             errors.warn_caller(
                 f"{record.mode.name} [{record.descriptor}] is replayed unchecked: {NO_MEMORY}\n"
-                f"  got: {error}\n  expected: memory for an eager step beside the graphs\n  try: "
-                "leave the KV cache less memory; or Host(example=), which checks graphs in "
-                f"capture(). Steps are checked again after {self._wait} steps",
+                f"  got: {error_text(error)}\n  expected: memory for an eager step beside the "
+                "graphs\n  try: leave the KV cache less memory; or Host(example=), which checks "
+                f"graphs in capture(). Steps are checked again after {self._wait} steps",
                 errors.GraphMemoryWarning,
             )
         return None

@@ -33,6 +33,7 @@ import torch
 
 from graphrt.core.base._native_door import NativeWatch, native_state
 from graphrt.core.base.texts import listed
+from graphrt.core.runner.findings import Change
 from graphrt.trust.glances import PLACES, Read, glances, ring_of
 from graphrt.trust.picture import Changed, Picture, is_scalar, told
 from graphrt.trust.places import slots
@@ -282,8 +283,7 @@ def watch_state() -> str:
 
 def described_changes(changes: Changes) -> str:
     """Changes in words; empty where there are none."""
-    told_of = ((path, *map(told, values)) for path, values in changes.items())
-    return listed([f"{path} = {was!r}, then {now!r}" for path, was, now in told_of])
+    return listed([Change(path, *map(told, values)) for path, values in changes.items()])
 
 
 def _where(holder: object, key: object) -> tuple[int, object]:

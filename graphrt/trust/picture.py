@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from operator import is_
-from types import FunctionType, MappingProxyType
+from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -225,4 +225,19 @@ def told(value: Any) -> Any:
         return Told(short(value))
     if is_scalar(value) or type(value) is Told:
         return value
-    return Told(f"{type(value).__name__} at {id(value):#x}")
+    return Told(_words_of(value))
+
+
+def _words_of(value: Any) -> str:
+    """An object without its address: its kind, and its name or how large it is. Of other classes
+    nothing is asked, as that would run a user's code."""
+    kind = type(value)
+    if kind in tree.BARE:
+        return f"{kind.__name__} {value.dtype} {tuple(value.shape)}"
+    if kind in (FunctionType, BuiltinFunctionType, MethodType):
+        return f"{kind.__name__} {value.__qualname__}"
+    if isinstance(value, type):
+        return f"class {value.__qualname__}"
+    if kind in (list, tuple, dict, set, frozenset, deque):
+        return f"{kind.__name__} of {len(value)}"
+    return kind.__name__

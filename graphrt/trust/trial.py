@@ -22,6 +22,7 @@ import torch
 
 from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base.errors import BreakError
+from graphrt.core.base.texts import error_line
 from graphrt.core.base.thread_mode import unseen
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.options import GraphOptions
@@ -302,7 +303,7 @@ class Trial:
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            self._verdict.notes.append(f"{how}: {type(error).__name__}: {error}"[:300])
+            self._verdict.notes.append(f"{how}: {error_line(error)}"[:300])
             return None
         finally:
             self._state.restore()

@@ -402,7 +402,7 @@ def test_a_platform_that_was_named_or_registered_gives_no_warning(
 
 def test_a_platform_name_that_cannot_be_printed_is_refused() -> None:
     known_platforms = registry(StubPlatform("\x1b[2Jevil"), StubPlatform("good"))
-    with pytest.warns(PluginWarning, match="the platform's name cannot be printed"):
+    with pytest.warns(PluginWarning, match="the platform's name is no word"):
         assert known_platforms.current({}).name == "good"
 
 
@@ -607,6 +607,93 @@ def test_a_platform_whose_name_is_no_string_is_recorded_and_skipped(name: Any) -
     known_platforms = registry(StubPlatform(name), StubPlatform("good"))
     with pytest.warns(PluginWarning, match="'name' has a wrong type"):
         assert known_platforms.current({}).name == "good"
+
+
+class Mute(Exception):
+    """Prints as nothing: its text and its notes raise."""
+
+    def __str__(self) -> str:
+        raise ValueError
+
+    @property
+    def __notes__(self) -> list[str]:  # type: ignore[override]
+        raise RuntimeError
+
+
+def _raises(self: object) -> Any:
+    raise Mute
+
+
+MISSHAPEN: dict[str, dict[str, Any]] = {
+    "an empty name": {"name": ""},
+    "a name that no variable can hold": {"name": " mine "},
+    "a name that raises": {"name": property(_raises, lambda self, value: None)},
+    "a device type that is none": {"device_type": None},
+    "a device type that raises": {"device_type": property(_raises)},
+    "a choice that raises": {"by_name_only": property(_raises)},
+    "a choice that is no flag": {"by_name_only": "no"},
+    "an availability that cannot be printed": {"availability": _raises},
+}
+
+
+@pytest.mark.parametrize("how", MISSHAPEN)
+def test_a_platform_of_misshapen_attributes_is_left_out_with_a_warning(how: str) -> None:
+    bad: Any = type("Bad", (StubPlatform,), MISSHAPEN[how])("bad")
+    if how.endswith(("empty name", "can hold")):
+        bad.name = MISSHAPEN[how]["name"]
+    known_platforms = registry(bad, StubPlatform("good"))
+    with pytest.warns(PluginWarning, match="is left out"):
+        assert known_platforms.current({}).name == "good"
+
+
+@pytest.mark.parametrize("value", [{"capture"}, 3, property(_raises)], ids=repr)
+def test_capabilities_that_are_none_are_refused_when_the_platform_starts(value: Any) -> None:
+    """Of words instead, every step would run eagerly, and nothing would say why."""
+    bad: Any = type("Bad", (StubPlatform,), {"capabilities": value})("bad")
+    known_platforms = registry(bad)
+    with pytest.raises(PlatformError, match="capabilities"):
+        known_platforms.current({})
+    with pytest.raises(PlatformError, match="capabilities"):
+        known_platforms.get("bad")
+
+
+@pytest.mark.parametrize("call", ["hook", "availability", "start"])
+def test_an_error_whose_text_raises_names_the_plugin(call: str) -> None:
+    class Bad(StubPlatform):
+        def availability(self) -> Availability:
+            return Availability(True) if call == "start" else _raises(self)
+
+        def start(self) -> None:
+            _raises(self)
+
+    known_platforms = registry(Mute() if call == "hook" else Bad("bad"))
+    if call == "start":
+        with pytest.raises(PlatformError, match="Mute: its __str__"):
+            known_platforms.get("bad")
+        return
+    with pytest.warns(PluginWarning, match="plugin0.*Mute: its __str__"):
+        assert known_platforms.platforms()[0].error
+
+
+def test_an_interrupted_start_names_the_plugin(caplog: pytest.LogCaptureFixture) -> None:
+    class Hangs(StubPlatform):
+        def start(self) -> None:
+            raise KeyboardInterrupt
+
+    for call in (lambda each: each.current({}), lambda each: each.get("slow")):
+        caplog.clear()
+        with pytest.raises(KeyboardInterrupt):
+            call(registry(Hangs("slow")))
+        assert "interrupted in plugin plugin0" in caplog.text
+
+
+def test_a_plugin_that_gives_no_end_of_things_is_left_out() -> None:
+    def endless() -> Iterator[int]:
+        while True:
+            yield 3
+
+    with pytest.warns(PluginWarning, match="no platform"):
+        assert registry(endless(), StubPlatform("good")).current({}).name == "good"
 
 
 @pytest.mark.usefixtures("built_ins")

@@ -97,6 +97,54 @@ def test_a_look_names_a_tensor_that_no_module_holds(monkeypatch: pytest.MonkeyPa
     assert runner.look().names == ("global TABLE['bias']",)
 
 
+EQUALS = {
+    "list": ([1, 2], [1, 2], "list of 2, then another list of 2"),
+    "dict": ({"a": 1}, {"a": 1}, "dict of 1, then another dict of 1"),
+    "tensor": (
+        torch.ones(2),
+        torch.ones(2),
+        "Tensor torch.float32 (2,), then another Tensor torch.float32 (2,)",
+    ),
+    "object": (SimpleNamespace(), SimpleNamespace(), "then another SimpleNamespace"),
+    "function": (len, max, "builtin_function_or_method len, then builtin_function_or_method max"),
+    "class": (int, float, "class int, then class float"),
+}
+
+
+@pytest.mark.parametrize("kind", EQUALS)
+def test_a_look_tells_objects_by_their_kind_and_size_and_no_address(kind: str) -> None:
+    was, now, text = EQUALS[kind]
+    held = SimpleNamespace(value=was)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x if held.value is None else x * 2
+
+    inputs = {"x": InputSpec(torch.float32, ("tokens", 2))}
+    runner = GraphRunner(
+        forward, mode="FULL", sizes=[4], inputs=inputs, outputs=("tokens", 2), platform="cpu"
+    )
+    with runner:
+        runner.capture()
+        held.value = now
+        assert text in str(runner.look()) and "0x" not in str(runner.look())
+
+
+def test_a_look_tells_a_global_that_was_not_there_at_the_capture(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x * LATER[0] if len(x) > 100 else x  # type: ignore[name-defined]  # noqa: F821
+
+    inputs = {"x": InputSpec(torch.float32, ("tokens", 2))}
+    runner = GraphRunner(
+        forward, mode="FULL", sizes=[4], inputs=inputs, outputs=("tokens", 2), platform="cpu"
+    )
+    with runner:
+        runner.capture()
+        monkeypatch.setitem(globals(), "LATER", [3])
+        assert str(runner.look()) == "global LATER = nothing, then list of 1"
+
+
 def test_a_change_that_was_undone_is_none() -> None:
     model = Model()
     runner = runner_of(model)

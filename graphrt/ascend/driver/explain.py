@@ -30,6 +30,7 @@ from graphrt.core.base.errors import (
     GraphRTError,
     RefusedOpError,
 )
+from graphrt.core.base.texts import error_line, error_text
 from graphrt.core.device.contract import Unexplained, error_chain
 
 _CODE = re.compile(r"(?:error code is |\(code )(\d{6})")
@@ -109,7 +110,7 @@ def explain(error: BaseException, environ: Mapping[str, str] | None = None) -> C
     """
     chain = list(_chain(error))
     for link in chain:
-        refused = _REFUSED.search(str(link))
+        refused = _REFUSED.search(error_text(link))
         if refused:
             return RefusedOpError(
                 "an ACL graph cannot hold this operator",
@@ -119,7 +120,7 @@ def explain(error: BaseException, environ: Mapping[str, str] | None = None) -> C
             )
     for pattern, cause in _TEXTS:
         for link in chain:
-            if pattern.search(str(link)):
+            if pattern.search(error_text(link)):
                 return _explained(cause, _codes([link]), link, environ)
     for code in _codes(chain):
         code_cause = CAPTURE_CAUSES.get(code.code)
@@ -133,9 +134,11 @@ def explain(error: BaseException, environ: Mapping[str, str] | None = None) -> C
             got=hang.got,
             advice=hang.advice,
         )
-    if any(name in str(link).lower() for link in chain for name in _LIBRARIES) or _codes(chain):
+    if any(name in error_text(link).lower() for link in chain for name in _LIBRARIES) or _codes(
+        chain
+    ):
         return CaptureError(
-            f"capture failed: {type(error).__name__}: {error}",
+            f"capture failed: {error_line(error)}",
             advice="run the same forward eagerly; if that passes, look for work that an NPU cannot "
             "capture",
         )
@@ -176,13 +179,13 @@ def _explained(
 
 def _codes(chain: Iterable[BaseException]) -> list[_Code]:
     """The codes of all errors, causes before consequences, outer errors before inner ones."""
-    codes = [_Code(int(code), link) for link in chain for code in _CODE.findall(str(link))]
+    codes = [_Code(int(code), link) for link in chain for code in _CODE.findall(error_text(link))]
     ranks = {code: rank for rank, code in enumerate(CONSEQUENCES, start=1)}
     return sorted(codes, key=lambda each: ranks.get(each.code, 0))
 
 
 def _original(link: BaseException) -> str:
-    lines = [line.rstrip() for line in str(link).strip().splitlines() if line.strip()]
+    lines = [line.rstrip() for line in error_text(link).strip().splitlines() if line.strip()]
     if len(lines) > _MOST_LINES:
         lines = [*lines[:_MOST_LINES], f"({len(lines) - _MOST_LINES} more lines)"]
     return "\n    ".join(lines)

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 from graphrt.ascend.driver.library import torch_npu
 from graphrt.core.base.errors import LaunchQueueError
+from graphrt.core.base.texts import error_text
 from graphrt.core.device.contract import error_chain
 
 _ENDED = "The process exits for this inner error"
@@ -116,8 +117,8 @@ class _Thread(NamedTuple):
 def has_queue_ended(error: BaseException | None) -> bool:
     """Whether `error`, or one behind it, says that the queue has ended; remembered if so."""
     for link in error_chain(error) if error is not None else ():
-        if isinstance(link, RuntimeError) and _ENDED in str(link):
-            _first.append(str(link).splitlines()[0])
+        if isinstance(link, RuntimeError) and _ENDED in error_text(link):
+            _first.append(error_text(link).splitlines()[0])
             return True
     return False
 

@@ -6,6 +6,7 @@ import importlib
 from typing import Any
 
 from graphrt.core.base.errors import UnsupportedHostError
+from graphrt.core.base.texts import error_line
 
 
 def load(module: str, package: str) -> Any:
@@ -17,7 +18,7 @@ def load(module: str, package: str) -> Any:
         missing = isinstance(error, ModuleNotFoundError) and error.name == module
         raise UnsupportedHostError(
             f"{package} is not installed" if missing else f"{package} cannot be imported",
-            got=f"{type(error).__name__}: {error}",
+            got=error_line(error),
             expected=f"a module {module!r} that works with this torch",
             advice=f"install {package}, or use SdpaAttention, which needs nothing but torch",
         ) from error

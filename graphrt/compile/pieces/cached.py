@@ -14,6 +14,7 @@ from graphrt.compile.backend.process import new_directory
 from graphrt.compile.cache.entry import CacheEntry
 from graphrt.compile.cache.key.parts import Compilation
 from graphrt.compile.cache.store import unpack, warn
+from graphrt.core.base.texts import error_line
 
 
 class CachedPieces:
@@ -67,7 +68,7 @@ class CachedPieces:
             return CompiledPiece.load(path, returns, own_caches)
         except Exception as error:
             # A compiler may raise anything about its own file: the piece is compiled again.
-            self.entry.reject(name, f"{type(error).__name__}: {error}")
+            self.entry.reject(name, error_line(error))
             return None
 
     def store(self, name: str, compiled: CompiledPiece) -> None:

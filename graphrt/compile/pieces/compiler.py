@@ -33,6 +33,7 @@ from graphrt.compile.trace.call import TracedCall
 from graphrt.compile.trace.sizes import is_number, placeholders, value_of
 from graphrt.core.base.errors import GraphRTError
 from graphrt.core.base.log import logger
+from graphrt.core.base.texts import error_text
 
 _KEY_LENGTH = 16
 """Hex digits of a piece's hash that name it among the pieces of one module."""
@@ -243,7 +244,7 @@ def _passes_numbers_on(piece: Piece) -> bool:
 
 
 def _not_compiled(backend: str, name: str, error: Exception) -> CompileError:
-    first = next(iter(str(error).strip().splitlines()), "")
+    first = next(iter(error_text(error).strip().splitlines()), "")
     return CompileError(
         f"{backend} cannot compile {name}",
         got=f"{type(error).__name__}: {first}",

@@ -22,6 +22,7 @@ from graphrt.compile.private_torch.traces import (
     fake_tensors,
 )
 from graphrt.core.base.log import logger
+from graphrt.core.base.texts import error_line
 
 NUMBERS = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -189,7 +190,7 @@ def does_the_same(graph: fx.GraphModule, sizes: Mapping[Any, int]) -> bool:
     except Exception as error:
         # Any error counts, as there was none at the sizes of the trace. It costs one more trace.
         at = ", ".join(f"{symbol} = {size}" for symbol, size in sizes.items())
-        logger.info(f"not served by the general code: {at}: {type(error).__name__}: {error}")
+        logger.info(f"not served by the general code: {at}: {error_line(error)}")
         return False
     return True
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 
 from graphrt.compile.errors import TraceError
 from graphrt.core.base.errors import GraphRTError
+from graphrt.core.base.texts import error_text
 from graphrt.core.capture.refusals import Source
 
 _EXPRESSION = re.compile(r"data-dependent expression .*?\(unhinted: (.*?)\)\.")
@@ -34,7 +35,7 @@ def explained(error: Exception, dynamic_shapes: str, *, any_size: bool) -> Graph
             return cause
         cause = cause.__cause__ or cause.__context__
     error = getattr(error, "inner_exception", None) or error
-    text, kind = str(error).strip(), type(error).__name__
+    text, kind = error_text(error).strip(), type(error).__name__
     lines = lines_of(text.partition("from user code:")[2] or text)
     if "ConstraintViolation" in kind + text:
         return _constant_dimension(text, lines)

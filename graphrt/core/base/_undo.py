@@ -27,6 +27,7 @@ from functools import partial
 from typing import Concatenate, ParamSpec, TypeVar
 
 from graphrt.core.base.log import logger
+from graphrt.core.base.texts import error_line
 
 P = ParamSpec("P")
 S = TypeVar("S")
@@ -110,15 +111,24 @@ def undo_after(error: BaseException, undo: Callable[[], object]) -> None:
     try:
         undo()
     except Exception as second:
-        note(error, f"while this was undone: {type(second).__name__}: {second}")
+        note(error, f"while this was undone: {error_line(second)}")
 
 
 def note(error: BaseException, text: str) -> None:
-    """Add a line to what an error says. Python 3.10 has no notes: there the log has it."""
-    if hasattr(error, "add_note"):
+    """Add a line to what an error says. The log has it where the error takes no notes: those of
+    Python 3.10, and of users who keep their own attribute or method of that name."""
+    try:
         error.add_note(text)
-    else:
+    except (Exception, SystemExit):
         logger.error("%s: %s", type(error).__name__, text)
+
+
+def notes_of(error: BaseException) -> list[str]:
+    """The notes of an error; none where its class keeps something else under that name."""
+    try:
+        return [each for each in error.__notes__ if isinstance(each, str)]
+    except (Exception, SystemExit):
+        return []
 
 
 class ProcessChange:

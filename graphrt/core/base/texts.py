@@ -45,6 +45,20 @@ def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
         yield "  ".join([name.ljust(widths[0]), *cells, remark]).rstrip()
 
 
+def error_text(error: BaseException) -> str:
+    """The message of any error. A user's `__str__` may raise: one that formats what is not there
+    yet, for instance, would else take the place of the error."""
+    try:
+        return str(error)
+    except (Exception, SystemExit):
+        return "its __str__() raises"
+
+
+def error_line(error: BaseException) -> str:
+    """The class of any error, and its message."""
+    return f"{type(error).__name__}: {error_text(error)}"
+
+
 def printable(text: str, kept: str = "\n\t") -> str:
     """`text` with every character escaped that a terminal obeys or does not show, but for `kept`.
 

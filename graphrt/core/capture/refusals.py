@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from graphrt.core.base import errors
-from graphrt.core.base._undo import note
+from graphrt.core.base._undo import note, notes_of
 from graphrt.core.batch.modes import GraphMode
 
 _GRAPHRT = Path(os.path.abspath(__file__)).parents[2]
@@ -120,9 +120,9 @@ def note_place(error: _ERROR, graph: str, phase: str = "") -> _ERROR:
     """Say once, in a note, which graph's capture `error` ended, in which phase, and at which line
     of the user's code, or that none is known. Returns the error."""
     begin = "while capturing "
-    if not any(text.startswith(begin) for text in getattr(error, "__notes__", ())):
+    if not any(text.startswith(begin) for text in notes_of(error)):
         at = ""
-        if getattr(error, "source", None) is None:
+        if not isinstance(error, errors.CaptureError) or error.source is None:
             late = isinstance(error, torch.AcceleratorError)
             place: object = LATE if late else source_of(error)
             # Other findings of graphrt's own name their line in their text, if they have one.

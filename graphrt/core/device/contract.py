@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from graphrt.core.base.errors import CaptureError, PlatformError
+from graphrt.core.base.texts import error_line
 
 CONTRACT_VERSION = 2
 """The version of the device contract. It grows when a platform that was right before may not be any
@@ -200,7 +201,7 @@ class Unexplained(CaptureError):
     def of(cls, error: BaseException) -> Unexplained:
         """The explanation of an error that has none."""
         return cls(
-            f"capture failed: {type(error).__name__}: {error}",
+            f"capture failed: {error_line(error)}",
             advice="run the same forward eagerly; if that passes, look for what cannot be captured",
         )
 

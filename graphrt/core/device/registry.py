@@ -31,8 +31,8 @@ import pluggy
 from graphrt.core.base.errors import PlatformError, warn_caller
 from graphrt.core.base.log import logger
 from graphrt.core.base.option_values import check_kind, flag, refused, shown
-from graphrt.core.base.texts import printable
-from graphrt.core.device.contract import check_contract
+from graphrt.core.base.texts import error_line, printable
+from graphrt.core.device.contract import Capability, check_contract
 from graphrt.core.device.platform import Availability, Platform
 
 FAILURES = (Exception, SystemExit)
@@ -75,7 +75,7 @@ class FoundPlatform:
             try:
                 with self._undone():
                     answer = self.platform.availability()
-                self._availability = Availability(answer.available, answer.reason)
+                self._availability = Availability(answer.available, str(answer.reason))
             except FAILURES as error:
                 self.failed("failed availability()", error)
             except BaseException:
@@ -85,11 +85,8 @@ class FoundPlatform:
 
     def failed(self, how: str, error: BaseException) -> FoundPlatform:
         """Note, and warn, that a call of the plugin raised: it is not available from now on."""
-        self.error = printable("".join(traceback.format_exception(error)).rstrip())
-        only = "".join(traceback.format_exception_only(error)).removeprefix(
-            f"{type(error).__module__}."
-        )
-        what = printable(" ".join(only.split()))
+        self.error = printable(_traceback_of(error))
+        what = printable(" ".join(error_line(error).split()))
         self._availability = Availability(False, f"{how}: {what}")
         whose = f"plugin {printable(self.plugin)}"
         if self.name is not None:
@@ -262,8 +259,8 @@ class PlatformRegistry:
         platform: Platform = named[0].platform  # type: ignore[assignment]
         if not must_be_available:
             return platform
-        with self._undone():
-            _start(platform, named[0].availability)
+        _check_available(platform, named[0].availability)
+        self._start(named[0])
         if platform.by_name_only:
             self._simulated_types.add(platform.device_type)
         return platform
@@ -299,9 +296,19 @@ class PlatformRegistry:
         if out_of_tree and self._group is not None:
             self._announce(chosen)
         platform: Platform = chosen.platform  # type: ignore[assignment]
-        with self._undone():
-            _run_start(platform)
+        self._start(chosen)
         return platform
+
+    def _start(self, found: FoundPlatform) -> None:
+        """Start a platform that was found, and is available."""
+        try:
+            with self._undone():
+                _run_start(found.platform)
+        except FAILURES:
+            raise
+        except BaseException:
+            found.interrupted()
+            raise
 
     def _announce(self, chosen: FoundPlatform) -> None:
         """Warn once that a plugin's platform is the default, if nobody has named one of the two."""
@@ -432,12 +439,13 @@ def resolve_platform(
     check_kind("platform", platform, Platform, optional=False, example='get_platform("cpu")')
     check_contract(platform)
     if must_be_available:
-        _start(platform, platform.availability())
+        _check_available(platform, platform.availability())
+        _run_start(platform)
     return platform
 
 
-def _start(platform: Platform, found: Availability) -> None:
-    """Start a platform that a host has asked for."""
+def _check_available(platform: Platform, found: Availability) -> None:
+    """Raise `PlatformError` for a platform that a host has asked for and cannot have."""
     if not found.available:
         raise PlatformError(
             f"platform {platform.name!r} is not available on this machine",
@@ -445,22 +453,31 @@ def _start(platform: Platform, found: Availability) -> None:
             expected="a machine that can run it",
             advice="`graphrt doctor` shows which platforms are",
         )
-    _run_start(platform)
 
 
-def _run_start(platform: Platform) -> None:
+def _run_start(platform: Any) -> None:
     """Start a platform. Raises `PlatformError` where its own code fails."""
     try:
         platform.start()
+        capabilities = frozenset(platform.capabilities)
     except PlatformError:
         raise
     except (Exception, SystemExit) as error:
         raise PlatformError(
             f"platform {platform.name!r} cannot start",
-            got=f"{type(error).__name__}: {error}",
-            expected="a start() that returns",
+            got=error_line(error),
+            expected="a start() that returns, and capabilities",
             advice=f"{PLATFORM_VARIABLE}=cpu, or {PLUGINS_VARIABLE}=off, leaves it alone",
         ) from error
+
+    # Of words instead, every step would run eagerly, and nothing would say why.
+    if not all(isinstance(each, Capability) for each in capabilities):
+        raise PlatformError(
+            f"platform {platform.name!r} has capabilities that are none",
+            got=shown(capabilities),
+            expected="members of graphrt.platforms.Capability",
+            advice="capabilities = frozenset({Capability.CAPTURE})",
+        )
 
 
 def _refuse_two_of_a_name(usable: Iterable[FoundPlatform]) -> None:
@@ -506,6 +523,14 @@ def _entry_points(group: str) -> tuple[list[EntryPoint], list[FoundPlatform]]:
     return [point for listed in points.values() for point in listed], broken
 
 
+def _traceback_of(error: BaseException) -> str:
+    """Its traceback as text; its message alone where its class has odd notes."""
+    try:
+        return "".join(traceback.format_exception(error)).rstrip()
+    except FAILURES:
+        return error_line(error)
+
+
 def _name_of(dist: Distribution | None) -> str | None:
     """The name of a distribution; None if its metadata cannot be read, or has none."""
     try:
@@ -544,7 +569,8 @@ def _file_of(module: str) -> str:
         # Of a package alone, which imports nothing.
         spec = find_spec(module.partition(".")[0]) if found is None else found.__spec__
         place = None if spec is None else spec.origin
-    except (AttributeError, ImportError, ValueError):
+    # A module that puts an object in its own place may raise anything.
+    except FAILURES:
         place = None
     return printable(place or f"module {module}", kept="")
 
@@ -564,8 +590,8 @@ def _made_of(path: str) -> list[Platform]:
 def _platforms_of(hook: pluggy.HookImpl) -> list[Platform]:
     """The platforms that a plugin gives."""
     result: Any = hook.function()
-    platforms: list[Any] = list(result) if isinstance(result, Iterable) else [result]
-    for each in platforms:
+    platforms: list[Any] = []
+    for each in result if isinstance(result, Iterable) else [result]:
         if not isinstance(each, Platform):
             raise PlatformError(
                 "graphrt_platforms() returned something that is no platform",
@@ -574,7 +600,11 @@ def _platforms_of(hook: pluggy.HookImpl) -> list[Platform]:
                 advice="examples/platform_plugin is a plugin that works",
             )
         check_contract(each)
-        check_kind("name", each.name, str, optional=False, example='"mynpu"')
-        if not each.name.isprintable():
-            raise refused("the platform's name cannot be printed", each.name, "a word", '"mynpu"')
+        for word, value in (("name", each.name), ("device_type", each.device_type)):
+            check_kind(word, value, str, optional=False, example='"mynpu"')
+            if not value.isprintable() or value.split() != [value]:
+                what = f"the platform's {word} is no word that can be printed"
+                raise refused(what, value, "a word", f'{word} = "mynpu"')
+        flag("by_name_only", each.by_name_only)
+        platforms.append(each)
     return platforms

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from graphrt.core.base import errors, tree
 from graphrt.core.base._undo import Undo, note, undoing
 from graphrt.core.base.log import logger
-from graphrt.core.base.texts import counted
+from graphrt.core.base.texts import counted, error_text
 from graphrt.core.batch.context import ForwardContext
 from graphrt.core.batch.descriptor import Batch, BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
@@ -449,12 +449,12 @@ class RunnerCapture:
                         # Else the error and this frame keep each other, and the memory of the run:
                         # smaller graphs would find no room either, as no garbage is collected.
                         del explained
-                if "to_padded_tensor" in str(error):
+                if "to_padded_tensor" in error_text(error):
                     raise refusals.NESTED_PADDING(source=refusals.source_of(error)) from error
                 specs = self._setup.inputs.declared.specs.items()
                 pads = ", ".join(f"{name}={spec.pad_value}" for name, spec in specs)
                 # An eager part that asks it for a value raises that None has none.
-                no_metadata = host.metadata is None and "NoneType" in str(error)
+                no_metadata = host.metadata is None and "NoneType" in error_text(error)
                 more = ", and current_context().metadata is None" if no_metadata else ""
                 note(
                     error,

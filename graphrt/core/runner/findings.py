@@ -52,15 +52,16 @@ class UnknownMemory(NamedTuple):
 
 
 class Change(NamedTuple):
-    """A place in Python where something else is than at the capture. Of a tensor or an object `was`
-    and `now` have its type and address alone."""
+    """A place in Python where something else is than at the capture. Of what is no plain value,
+    `was` and `now` have the kind, and the name or size, alone."""
 
     name: str
     was: object
     now: object
 
     def __str__(self) -> str:
-        return f"{self.name} = {self.was!r}, then {self.now!r}"
+        was, now = repr(self.was), repr(self.now)
+        return f"{self.name} = {was}, then {'another ' if was == now else ''}{now}"
 
 
 class Look(tuple[Change, ...]):

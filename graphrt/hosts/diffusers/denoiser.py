@@ -35,6 +35,7 @@ from graphrt import (
     current_platform,
 )
 from graphrt.core.base.errors import warn_caller
+from graphrt.core.base.texts import error_line
 from graphrt.core.replay.recording import is_inside_capture
 from graphrt.errors import GraphRTError
 from graphrt.hosts.advice import advise
@@ -264,7 +265,7 @@ class DenoiserForward:
             # An error of the denoiser's own is raised again by the eager call that follows.
             advise(error)
             is_clear = isinstance(error, GraphRTError | torch.OutOfMemoryError)
-            runner = str(error) if is_clear else f"{type(error).__name__}: {error}"
+            runner = str(error) if is_clear else error_line(error)
         self._credit -= 1
         self._runners[call.signature] = runner
         # Warm-ups may have filled caches of the module.

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from graphrt.core.base.log import logger
+from graphrt.core.base.texts import error_line
 from graphrt.errors import CaptureError, GraphRTError
 from graphrt.hosts.advice import advise
 from graphrt.hosts.same_model import SameModel
@@ -89,7 +90,7 @@ class Seam(ABC):
                 advise(error)
                 if strict:
                     raise
-                self._refused = f"{type(error).__name__}: {error}{_line_of(error)}"
+                self._refused = f"{error_line(error)}{_line_of(error)}"
                 name = type(self.model).__name__
                 logger.warning("%s has no graphs: %s", name, self._refused)
             else:

@@ -33,6 +33,7 @@ from graphrt.compile.private_torch.registered import (
 )
 from graphrt.compile.private_torch.traces import errors_told_once
 from graphrt.compile.trace.sizes import value_of
+from graphrt.core.base.texts import error_line
 from graphrt.core.replay.recording import frozen_gc
 
 _TENSOR = torch.Tensor
@@ -181,7 +182,7 @@ class CalledSources:
                 stack.enter_context(python_calls(note_frame))
                 target(*args, **kwargs)
         except Exception as error:
-            self._values.unknown.append(f"what {target} calls: {type(error).__name__}: {error}")
+            self._values.unknown.append(f"what {target} calls: {error_line(error)}")
             return
         self._add(f"called by {getattr(target, '__qualname__', target)}", *sorted(set(described)))
         for each in calls:
