@@ -13,6 +13,8 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+import os
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
@@ -25,6 +27,7 @@ from graphrt._runner import GraphRunner
 from graphrt.core.base import tree
 from graphrt.core.base._undo import note
 from graphrt.core.base.errors import (
+    CaptureSyncError,
     InvalidInputError,
     InvalidOptionError,
     RowsMixedError,
@@ -184,8 +187,27 @@ def graphed(
                 'graphed: where another dimension has the rows, axes={"x": (None, "rows")}; '
                 "Host(mixes_rows=True) is given to a GraphRunner",
             )
+        if isinstance(error, CaptureSyncError):
+            _advise(error, rows, values)
         raise
     return Graphed(fast, model, call)
+
+
+def _advise(error: CaptureSyncError, rows: int, values: Mapping[str, torch.Tensor]) -> None:
+    """Say what helps where data is read on the host: nobody edits transformers' code, or gives
+    `graphed` a mode."""
+    package = getattr(sys.modules.get("transformers"), "__file__", None)
+    if package is None or not str(error.source).startswith(os.path.dirname(package)):
+        note(error, 'graphed: its graphs are whole; mode="PIECEWISE" is given to a GraphRunner')
+        return
+    lengths = [each.shape[1] for each in values.values() if each.dim() == 2]
+    error.advice = (
+        "pass attention_mask as an input. Where the model reads that: "
+        f"graphed(masks_on_device(model), ...), or with_graphs(model, max_batch={rows}, "
+        f"max_len={max(16, *lengths, 0)}), both of graphrt.hosts.transformers. A model that reads "
+        "other data on the host runs without graphs"
+    )
+    error.args = (error._message(),)
 
 
 class _Call:
