@@ -13,6 +13,8 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+import os
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
@@ -183,24 +185,31 @@ def graphed(
         fast.measure()
     except BaseException as error:
         fast.close()
-        if isinstance(error, CaptureSyncError) and _is_of_transformers(model):
-            note(
-                error,
-                "graphed: for encoders and generate() of transformers there is "
-                "graphrt.hosts.transformers.with_graphs(model)",
-            )
         if isinstance(error, RowsMixedError):
             note(
                 error,
                 'graphed: where another dimension has the rows, axes={"x": (None, "rows")}; '
                 "Host(mixes_rows=True) is given to a GraphRunner",
             )
+        if isinstance(error, CaptureSyncError):
+            _advise(error, rows, values)
         raise
     return Graphed(fast, model, call)
 
 
-def _is_of_transformers(model: object) -> bool:
-    return any(each.__module__.split(".")[0] == "transformers" for each in type(model).__mro__)
+def _advise(error: CaptureSyncError, rows: int, values: Mapping[str, torch.Tensor]) -> None:
+    """Say what helps where transformers reads data on the host: nobody edits its code."""
+    package = getattr(sys.modules.get("transformers"), "__file__", None)
+    if package is None or not str(error.source).startswith(os.path.dirname(package)):
+        return
+    lengths = [each.shape[1] for each in values.values() if each.dim() == 2]
+    error.advice = (
+        "pass attention_mask as an input. Where the model reads that: "
+        f"graphed(masks_on_device(model), ...), or with_graphs(model, max_batch={rows}, "
+        f"max_len={max(16, *lengths, 0)}), both of graphrt.hosts.transformers. A model that reads "
+        "other data on the host runs without graphs"
+    )
+    error.args = (error._message(),)
 
 
 class _Call:

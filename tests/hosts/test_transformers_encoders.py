@@ -9,19 +9,27 @@ from typing import Any
 import pytest
 import torch
 
-from tests.draws import on_devices
+from tests.draws import on_devices, rest_long
 from tests.models.families import SHARED, VOCAB, WINDOW, Family
 from tests.models.table import ENCODERS
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
+from graphrt import graphed  # noqa: E402
 from graphrt.errors import (  # noqa: E402
     CaptureError,
+    CaptureSyncError,
     InvalidOptionError,
     ResourceExhaustedError,
     VerificationError,
 )
-from graphrt.hosts.transformers import encoders, graphs_of, with_graphs, without_graphs  # noqa: E402
+from graphrt.hosts.transformers import (  # noqa: E402
+    encoders,
+    graphs_of,
+    masks_on_device,
+    with_graphs,
+    without_graphs,
+)
 from graphrt.hosts.transformers.buckets import masks_of  # noqa: E402
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
@@ -54,7 +62,10 @@ ON_A_GPU = ("esm",)
 
 
 def new_model(name: str, device: str = "cpu") -> Any:
-    family = FAMILIES[name]
+    return model_of(FAMILIES[name], device)
+
+
+def model_of(family: Family, device: str = "cpu") -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         config = getattr(transformers, family.config)(**{**SHARED, **family.extra})
@@ -342,3 +353,100 @@ def test_the_compile_option_is_refused_for_an_encoder():
     model = new_model("bert")
     with pytest.raises(InvalidOptionError, match="for models that generate"):
         with_graphs(model, max_batch=1, max_len=16, compile=True)
+
+
+# A graph of the forward itself ------------------------------------------------------------------
+
+_NARROW = {"projection_dim": 16, "image_size": 32, "patch_size": 8}
+_SOUND = {
+    "conv_dim": (16, 16),
+    "conv_stride": (4, 4),
+    "conv_kernel": (8, 8),
+    "num_feat_extract_layers": 2,
+    "num_conv_pos_embeddings": 8,
+    "num_conv_pos_embedding_groups": 4,
+}
+_TOWERS = {
+    "text_config": {**SHARED, "eos_token_id": 2, **_NARROW},
+    "vision_config": {**SHARED, **_PICTURES},
+}
+# Family -> the names of its inputs.
+MASKED: dict[str, tuple[Family, tuple[str, ...]]] = {
+    "bert": (FAMILIES["bert"], ("token_type_ids", "position_ids")),
+    "roberta": (FAMILIES["roberta"], ("token_type_ids",)),
+    "classifier": (FAMILIES["classifier"], ("token_type_ids",)),
+    "distilbert": (Family("DistilBertConfig", "DistilBertModel", {"dim": 64, "n_heads": 4}), ()),
+    "electra": (Family("ElectraConfig", "ElectraModel", {}), ("token_type_ids",)),
+    "albert": (Family("AlbertConfig", "AlbertModel", {}), ("token_type_ids",)),
+    "modernbert": (FAMILIES["modernbert"], ()),
+    "t5": (Family("T5Config", "T5EncoderModel", {"d_model": 64, "d_kv": 16, "d_ff": 64}), ()),
+    "esm": (FAMILIES["esm"], ()),
+    "clip text": (FAMILIES["clip text"], ("position_ids",)),
+    "clip": (
+        Family("CLIPConfig", "CLIPModel", {**_TOWERS, "projection_dim": 16}),
+        ("pixel_values",),
+    ),
+    "sound": (Family("Wav2Vec2Config", "Wav2Vec2Model", _SOUND), ("input_values",)),
+}
+
+
+def masked_inputs(rows: int, others: tuple[str, ...], seed: int) -> dict[str, torch.Tensor]:
+    """Usual inputs of a text of 9 tokens, or of a sound, with hidden places at the end."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(least: int, end: int, *shape: int) -> torch.Tensor:
+        return torch.randint(least, end, shape, generator=generator)
+
+    length = 400 if "input_values" in others else 9
+    made = {
+        "input_ids": draw(3, VOCAB, rows, length),
+        "token_type_ids": draw(0, 2, rows, length),
+        "position_ids": torch.arange(length).repeat(rows, 1),
+        "pixel_values": torch.randn(rows, 3, 32, 32, generator=generator),
+        "input_values": torch.randn(rows, length, generator=generator),
+    }
+    mask = (torch.arange(length) < draw(length // 2, length + 1, rows, 1)).long()
+    names = others if "input_values" in others else ("input_ids", *others)
+    return {"attention_mask": mask, **{name: made[name] for name in names}}
+
+
+@pytest.mark.parametrize("name", rest_long(MASKED, "bert", "modernbert", "clip", "sound"))
+@torch.no_grad()
+def test_an_encoder_is_served_by_graphed_once_its_masks_stay_on_the_device(name: str) -> None:
+    """As the error advises. A batch of a graph's own size has the bits of the model before."""
+    family, others = MASKED[name]
+    model, plain = model_of(family), model_of(family)
+    given = masked_inputs(4, others, 0)
+    with pytest.raises(CaptureSyncError, match=r"graphed\(masks_on_device\(model\)"):
+        graphed(model, given)
+    fast = graphed(masks_on_device(model), given)
+    for seed, rows in enumerate((1, 2, 3, 4, 4)):
+        inputs = masked_inputs(rows, others, seed)
+        ours, theirs = fast(**inputs), plain(**inputs)
+        assert fast.runner.last_dispatch.reason.name == "HIT"
+        for key in theirs:
+            if isinstance(theirs[key], torch.Tensor):
+                apart = 1e-4 if rows == 3 else 0.0
+                torch.testing.assert_close(ours[key], theirs[key], rtol=apart, atol=apart)
+
+
+@torch.no_grad()
+def test_another_attention_than_sdpa_is_refused_with_advice_that_works() -> None:
+    family = Family("MPNetConfig", "MPNetModel", {"pad_token_id": 1})
+    model, plain = model_of(family), model_of(family)
+    given = masked_inputs(4, (), 0)
+    with pytest.raises(CaptureSyncError, match=r"with_graphs\(model, max_batch=4, max_len=16\)"):
+        graphed(model, given)
+    with pytest.raises(InvalidOptionError, match=r"(?s)got: eager.*with_graphs\(model") as raised:
+        masks_on_device(model)
+    assert "max_batch=4, max_len=64" in str(raised.value)
+    with_graphs(model, max_batch=4, max_len=16, strict=True)
+    ours, theirs = model(**given), plain(**given)
+    torch.testing.assert_close(ours.pooler_output, theirs.pooler_output, rtol=1e-3, atol=5e-3)
+    assert graphs_of(model).report().served == 1
+
+
+def test_a_model_of_no_transformers_is_told_where_pieces_are_asked_for() -> None:
+    with pytest.raises(CaptureSyncError) as raised:
+        graphed(lambda x: x * 2 if x.sum() > 0 else x, torch.ones(4, 2))
+    assert any("given to a GraphRunner" in note for note in raised.value.__notes__)

@@ -1,4 +1,5 @@
-"""The attention of steps: one token a row, whose heads share keys and values by groups.
+"""The attention of steps: one token a row, whose heads share keys and values by groups. And masks
+that are made without a look at their values, for encoders.
 
 Where there is a mask, transformers repeats keys and values for each head. That copies the whole
 memory in each layer of each step, four times where 32 heads share 8. Here the heads of a group take
@@ -23,11 +24,15 @@ from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from graphrt.errors import InvalidOptionError
+
 GROUPED = "graphrt_grouped_sdpa"
+_MASKED = "graphrt_masked_sdpa"
 _PLAIN = "sdpa"
 
 
@@ -117,8 +122,34 @@ def _mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), -torch.inf)
 
 
-def _register() -> None:
-    from transformers import AttentionInterface, AttentionMaskInterface
+def keep_masks(model: Any) -> None:
+    """Let a model with SDPA make its mask of attention always. transformers leaves one out that
+    hides nothing, and reads its values on the host for that.
 
+    Raises `InvalidOptionError` for another attention, and where a model's code asks for its name.
+    """
+    modules = [each for each in model.modules() if isinstance(each, PreTrainedModel)]
+    names = {each.config._attn_implementation for each in modules}
+    asking = [name for name in {type(m).__module__ for m in modules} if _asks_for_its_name(name)]
+    if not names <= {_PLAIN, _MASKED} or asking or not _is_transformers_own():
+        raise InvalidOptionError(
+            "masks_on_device() changes the attention `sdpa` of transformers alone",
+            got=f"{', '.join(sorted(names))}{', asked for by name' if asking else ''}",
+            expected=_PLAIN,
+            advice="with_graphs(model, max_batch=4, max_len=64) of graphrt.hosts.transformers, or "
+            "leave graphs out: the model runs as before",
+        )
+    AttentionInterface.register(_MASKED, sdpa_attention_forward)
+    AttentionMaskInterface.register(_MASKED, _always_masked)
+    model.set_attn_implementation(_MASKED)
+
+
+def _always_masked(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+    kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    mask: torch.Tensor | None = sdpa_mask(*args, **kwargs)
+    return mask
+
+
+def _register() -> None:
     AttentionInterface.register(GROUPED, _attend)
     AttentionMaskInterface.register(GROUPED, _mask)

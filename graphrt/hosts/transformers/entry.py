@@ -123,6 +123,24 @@ def without_graphs(model: Model) -> Model:
     return model
 
 
+def masks_on_device(model: Model) -> Model:
+    """Let a model with the attention `sdpa` make its masks on the device alone; returns the model.
+
+    For graphs of its `forward` (`graphed`, `GraphRunner`): an `attention_mask` that hides nothing
+    is left out by transformers, which reads it on the host for that. Results stay, up to rounding.
+    `with_graphs` needs it not.
+
+    Raises `UnsupportedHostError` for a transformers that was not tested, and `InvalidOptionError`
+    for another attention.
+    """
+    check_transformers()
+    target = _target(model)
+    from graphrt.hosts.transformers.attention import keep_masks
+
+    keep_masks(target)
+    return model
+
+
 def graphs_of(model: Any) -> Any:
     """The graphs of a model that `with_graphs` was called with, `ModelGraphs` or `EncoderGraphs`;
     raises `InvalidOptionError` for any other."""
