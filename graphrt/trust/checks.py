@@ -702,9 +702,9 @@ class Checks(StepChecks):
         """Warn once of each path where eager steps fill other memory than graphs."""
         for path in paths:
             text = (
-                f"{path} is another tensor than at capture; graphs go on with theirs, as they fill "
-                "it before they read it\n  expected: nobody else reads results there\n  try: "
-                "return them; or recapture()"
+                f"{path} was replaced after the capture; graphs go on with the old tensor, which "
+                "they fill before they read it\n  expected: nobody else reads results there\n"
+                "  try: return the results; or recapture()"
             )
             if text not in self._warned_of:
                 self._warned_of.add(text)

@@ -161,7 +161,7 @@ class RunnerChecks(Checks):
             return
         paths = {key: place.path for place, _, key in self.reads.walk().keyed}
         error = errors.PythonStateError(
-            "an eager step has left an input in Python, which no replay does; eager steps have "
+            "an eager step has stored an input in Python, which no replay does; eager steps have "
             "copies of their inputs from now on",
             got=", ".join(f"{n!r} at {paths.get(k, 'no known place')}" for n, k in kept.items()),
             expected="a forward that leaves its inputs to its caller",

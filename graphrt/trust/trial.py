@@ -661,8 +661,8 @@ class Trial:
         for kind, changes, effect in self._runs_moved_on(moved, numbers):
             if effect is not None:
                 how = (
-                    f"the forward moves a Python {kind} and does something else later; replays "
-                    "repeat what it was at capture"
+                    f"the forward changes a Python {kind} and computes something else then; "
+                    "replays repeat what it was at capture"
                 )
                 self._fail(
                     verdicts.PYTHON_MOVES,

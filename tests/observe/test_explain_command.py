@@ -199,10 +199,7 @@ def test_explain_accepts_a_factory_target_and_prints_json():
         ([f"{HERE}made", "--made", "--input", "input=float8_e8m0fnu[tokens,8]"], "fails on such"),
         ([f"{HERE}unmade", "--made", "--input", INPUT], "cannot be made(.|\n)*OSError: no weights"),
         ([f"{HERE}unmade_by", "--made", "--input", INPUT], "cannot be made(.|\n)*'config'"),
-        (
-            [f"{HERE}made_number", "--made", "--input", INPUT],
-            "target cannot be called(.|\n)*an? int",
-        ),
+        ([f"{HERE}made_number", "--made", "--input", INPUT], "cannot be called(.|\n)*an? int"),
         ([f"{HERE}leaving", "--input", INPUT], "fails on such inputs(.|\n)*SystemExit: 7"),
         ([".x:f", "--input", INPUT], "no such forward"),
         (["..:f", "--input", INPUT], "no such forward"),

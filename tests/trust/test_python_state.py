@@ -765,7 +765,7 @@ def test_a_call_counter_is_found_though_its_run_stops_at_a_custom_operator():
 
     _, ran, said, _ = served(make, mode="PIECEWISE")
     assert set(ran) == {Reason.QUARANTINED}
-    assert len(said) == 1 and "moves a Python number" in said[0]
+    assert len(said) == 1 and "changes a Python number" in said[0]
 
 
 # Optimizers in a forward -------------------------------------------------------------------------

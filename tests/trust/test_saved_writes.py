@@ -388,7 +388,7 @@ def test_changed_rows_pass_only_in_rows_or_pages_named_by_padding(shape, written
     if ok:
         assert "written by padding" in own(pads)
         return
-    with pytest.raises(StateTooLargeError, match="that no padding names") as raised:
+    with pytest.raises(StateTooLargeError, match="other than those of padding") as raised:
         own(pads)
     other = [row for row in written if row not in pads]
     assert f"rows {', '.join(map(str, other))}\n" in str(raised.value)

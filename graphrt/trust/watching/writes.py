@@ -333,8 +333,8 @@ def protection_check(
         not_padding = [row for row in changed if row not in padding_rows]
         if not_padding:
             raise StateTooLargeError(
-                f"the warm-up wrote rows of {name} that no padding names, and they are too "
-                "much to be saved",
+                f"the warm-up wrote rows of {name} other than those of padding, and {name} is too "
+                "large to be saved",
                 got=f"rows {listed(not_padding)}",
                 expected=f"rows of the padding of index inputs ({sorted(set(pads)) or 'none'})",
                 advice="give the inputs that address it InputSpec(index=True, pad=a dummy row), or "
