@@ -47,6 +47,7 @@ SURFACE = {
     "graphrt.hosts.transformers",
     "graphrt.hosts.diffusers",
     "graphrt.hosts.vllm",
+    "graphrt.hosts.sglang",
     "graphrt.hosts.vllm_ascend",
 }
 """Packages that hosts import names from. Of any other folder the modules are imported."""

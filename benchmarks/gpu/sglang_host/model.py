@@ -69,3 +69,17 @@ def prompts(count: int) -> list[list[int]]:
         [drawing.randrange(3, VOCABULARY) for _ in range(5 + (7 * index) % 37)]
         for index in range(count)
     ]
+
+
+def long_prompts(count: int) -> list[list[int]]:
+    """Prompts of 60 to 900 tokens, some of which begin alike: they are prefilled in chunks."""
+    import random
+
+    drawing = random.Random(count + 1)
+    shared = [drawing.randrange(3, VOCABULARY) for _ in range(400)]
+    made = []
+    for index in range(count):
+        begin = shared[: 100 * (index % 5)]
+        length = 60 + (137 * index) % 500
+        made.append(begin + [drawing.randrange(3, VOCABULARY) for _ in range(length)])
+    return made

@@ -13,7 +13,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.sglang_host.configurations import CONFIGURATIONS
+import tomllib
+
+from benchmarks.gpu.sglang_host.configurations import AGAINST, CONFIGURATIONS, VARIABLES
 from benchmarks.gpu.sglang_host.model import write_model
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -29,8 +31,10 @@ def run_all(args: argparse.Namespace) -> int:
     if args.kernels:
         shutil.copytree(args.kernels, work / "kernels")
     names = [name for name in CONFIGURATIONS if re.search(args.only, name)]
+    _entry_points(work / "installed")
+    paths = [OFFLINE, work / "installed", ROOT, args.site.resolve()]
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(OFFLINE), str(ROOT), str(args.site.resolve())]),
+        "PYTHONPATH": os.pathsep.join(map(str, paths)),
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
@@ -66,6 +70,19 @@ def run_all(args: argparse.Namespace) -> int:
     return 0 if all(code == 0 for code in codes.values()) else 1
 
 
+def _entry_points(folder: Path) -> None:
+    """Stand in for an installed graphrt, and for a plugin with the recorder."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    group = "sglang.srt.plugins"
+    entries = dict(project["entry-points"][group])
+    entries["zz_recorder"] = "benchmarks.gpu.sglang_host.recorder:install"
+    info = folder / "graphrt-0.1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: graphrt\nVersion: 0.1.0\n")
+    lines = [f"[{group}]", *(f"{key} = {value}" for key, value in entries.items()), ""]
+    (info / "entry_points.txt").write_text("\n".join(lines))
+
+
 def _start(name: str, work: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
     package = "benchmarks.gpu.sglang_host"
     command = [sys.executable, "-m", package, "one", name, "--work", str(work)]
@@ -73,7 +90,10 @@ def _start(name: str, work: Path, environment: dict[str, str]) -> subprocess.Pop
         return subprocess.Popen(
             command,
             cwd=ROOT,
-            env=environment | {"GRAPHRT_STAND_INS": str(work / f"{name}.names")},
+            env=environment
+            | {"GRAPHRT_STAND_INS": str(work / f"{name}.names")}
+            | {"GRAPHRT_BENCH_STEPS": str(work / f"{name}.bench")}
+            | VARIABLES.get(name, {}),
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -101,7 +121,7 @@ def _print_log(path: Path, code: int | str) -> None:
     text = path.read_text(errors="replace")
     print(f"---- {path.stem}: {code}")
     if code == 0:
-        pattern = r"kernel |: batch|: imported|[Cc]apture .*(end|graph)|max_total_num_tokens"
+        pattern = r"kernel |: imported|graphrt|FULL|PIECEWISE|Trials|Steps|quarantine|max_total_num"
         print("\n".join(line[:200] for line in text.splitlines() if re.search(pattern, line)))
         return
     blocks = re.split(r"(?=^.*Traceback \(most recent call last\))", text, flags=re.M)[1:]
@@ -130,25 +150,66 @@ def _print_names(work: Path) -> None:
 
 
 def _print_comparison(results: dict[str, dict[str, Any]]) -> None:
-    print("---- tokens and largest difference of log probabilities, against eager")
-    expected = results.get("eager", {}).get("batches", {})
+    print("---- tokens and largest difference of log probabilities, against another engine")
     for name, result in results.items():
-        for turn, got in result.get("batches", {}).items():
-            want = expected.get(turn)
-            if want is None or "error" in want or "error" in got:
-                print(f"{name} {turn}: {got.get('error', 'nothing to compare with')}")
-                continue
-            pairs = list(zip(got["tokens"], want["tokens"], strict=True))
-            same = sum(mine == theirs for mine, theirs in pairs)
-            differences = [
-                abs(mine - theirs)
-                for many, others in zip(got["logprobs"], want["logprobs"], strict=True)
-                for mine, theirs in zip(many, others, strict=True)
-            ]
-            print(
-                f"{name} {turn}: {same}/{len(pairs)} equal, {max(differences):.3g}, "
-                f"{got['seconds']} s ({want['seconds']} eager)"
-            )
+        batches = result.get("batches", {})
+        against = AGAINST.get(name)
+        expected = results.get(against or "", {}).get("batches", {})
+        for turn, got in batches.items():
+            if against:
+                _print_pair(f"{name} {turn} against {against}", got, expected.get(turn))
+        for first, second in (("recorded", "again"), ("first", "second")):
+            for turn in [each for each in batches if each.endswith(first)]:
+                later = turn.replace(first, second)
+                _print_pair(
+                    f"{name} {later} against its {first}", batches.get(later), batches[turn]
+                )
+        _print_steps(name, result, against, results.get(against or "", {}))
+
+
+def _print_pair(name: str, got: dict[str, Any] | None, want: dict[str, Any] | None) -> None:
+    if not got or not want or "error" in want or "error" in got:
+        print(f"{name}: {(got or {}).get('error', 'nothing to compare')}")
+        return
+    pairs = list(zip(got["tokens"], want["tokens"], strict=True))
+    # One that was aborted in either has fewer tokens: those it has are compared.
+    cut = [(mine[: len(theirs)], theirs[: len(mine)]) for mine, theirs in pairs]
+    same = sum(mine == theirs for mine, theirs in cut)
+    differences = [
+        abs(mine - theirs)
+        for many, others in zip(got["logprobs"], want["logprobs"], strict=True)
+        for mine, theirs in zip(many, others, strict=False)
+    ]
+    aborted = (
+        sum(end == "abort" for end in got["ends"]),
+        sum(end == "abort" for end in want["ends"]),
+    )
+    print(
+        f"{name}: {same}/{len(pairs)} equal, {max(differences, default=0.0):.3g}, "
+        f"aborted {aborted}, {got['seconds']} s ({want['seconds']})"
+    )
+
+
+def _print_steps(
+    name: str, result: dict[str, Any], against: str | None, other: dict[str, Any]
+) -> None:
+    """Recorded steps: how many are the same batch, and how many of these have equal logits."""
+    mine, theirs = result.get("steps", []), other.get("steps", [])
+    if mine and theirs:
+        pairs = list(zip(mine, theirs, strict=False))
+        same = [(a, b) for a, b in pairs if a[:3] == b[:3]]
+        equal = sum(a[4] == b[4] for a, b in same)
+        by_graph = sum(bool(a[3]) for a in mine)
+        print(
+            f"{name} steps: {len(mine)} (by graph {by_graph}), {against} {len(theirs)}; same batch "
+            f"{len(same)}, of these logits equal {equal}"
+        )
+    told = result.get("told", {})
+    if told:
+        print(
+            f"{name}: captures {told['captures']}, allocated {told['allocated_mib']} MiB, reserved "
+            f"{told['reserved_mib']} MiB, failures {told.get('failures')}"
+        )
 
 
 def _keep(

@@ -528,7 +528,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def eager_break(function: Callable[P, R]) -> Callable[P, R]:
+def eager_break(
+    function: Callable[P, R], *, capture_stub: Callable[P, R] | None = None
+) -> Callable[P, R]:
     """Mark a function to run eagerly between two segments of a PIECEWISE capture.
 
     At replay it is called with the captured tensors and the captured Python values; what changes
@@ -536,9 +538,13 @@ def eager_break(function: Callable[P, R]) -> Callable[P, R]:
     copied into a fixed buffer. One that it leaves elsewhere (in a list, an attribute) is for other
     eager parts: where a graph reads it, the capture raises `SideDoorError`. In a PIECEWISE wrapper
     that is not breakable the capture raises `RefusedOpError`. Outside of PIECEWISE captures it is
-    just called. Raises `InvalidOptionError` for what is no function.
+    just called. A `capture_stub` is called in its place during a capture alone, for results of the
+    same shapes: a function that waits for other ranks need not run then. Raises
+    `InvalidOptionError` for what is no function.
     """
     check_callable("function", function, "@eager_break above the function's def")
+    if capture_stub is not None:
+        check_callable("capture_stub", capture_stub)
 
     @functools.wraps(function)
     def breaking(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -546,7 +552,7 @@ def eager_break(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
         capture = current_capture()
         if capture is not None and capture.breakable:
-            return cast(R, capture.run_eagerly(function, args, kwargs))
+            return cast(R, capture.run_eagerly(function, args, kwargs, capture_stub))
         if capture is not None and capture.must_break:
             raise refusals.MISSED_BREAK(name_of(function))
         work = counted.get()

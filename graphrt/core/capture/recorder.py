@@ -252,12 +252,18 @@ class Recorder:
         return result
 
     def run_eagerly(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        stub: Callable[..., Any] | None = None,
     ) -> Any:
-        """End the segment, run `function`, begin the next segment. Returns its results, with
-        tensors that segments can read at every replay."""
+        """End the segment, run `function`, or `stub` for it, begin the next segment. Returns its
+        results, with tensors that segments can read at every replay."""
         guard.refuse_transform(function)
         self._end()
+        if self.pool.after_segment is not None:
+            self.pool.after_segment()
         name, call = entry.name_of(function), (args, kwargs)
         tensors = tree.tensors(*call)
         self.check_read(tensors, f"eager break {name} is given")
@@ -270,7 +276,7 @@ class Recorder:
             entry.on_copies(function) if can_change(args, kwargs) else function, self._settings
         )
         addresses = {t.untyped_storage().data_ptr() for t in tensors if t.layout is torch.strided}
-        result = self._guard.doors.watched(function, args, kwargs, self._guard)
+        result = self._guard.doors.watched(stub or function, args, kwargs, self._guard)
         places.check()
         self._places.add([tensor for tensor in tensors if id(tensor) in outside_pool])
         strided(result, f"eager break {name}")

@@ -357,7 +357,8 @@ class GraphPool(errors.Uncopied):
 
     A pool belongs to one `device`, whichever is current. It captures on `stream`, None where the
     device has none. `captures` counts what was captured in it; `on_capture`, which may be set, is
-    called after each with the wrapper and the descriptor.
+    called after each with the wrapper and the descriptor. `after_segment`, which may be set too,
+    is called before each eager break of a capture, where ranks may wait for one another.
     """
 
     # Slots, because C accesses these at fixed offsets.
@@ -404,6 +405,7 @@ class GraphPool(errors.Uncopied):
         self.classes: dict[int, tuple[Any, Any]] = {}
         self.captures = 0
         self.on_capture: OnCapture | None = None
+        self.after_segment: Callable[[], object] | None = None
         # Without it an output could be read after the pool has freed its memory.
         weakref.finalize(self, expire, self.handed_out).atexit = False
         with self.on_device():

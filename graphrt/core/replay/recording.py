@@ -32,9 +32,14 @@ class Recording(Protocol):
         """Whether an eager part may not become part of a graph."""
 
     def run_eagerly(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        stub: Callable[..., Any] | None = None,
     ) -> Any:
-        """End the segment, run `function`, begin the next segment; returns what readers capture."""
+        """End the segment, run `function`, or `stub` for it, begin the next segment; returns what
+        readers capture."""
 
     def captured_ref(self, tensor: torch.Tensor) -> torch.Tensor:
         """How a captured entry holds a tensor: weakly if it is pool memory, else strongly."""

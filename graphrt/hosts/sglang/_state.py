@@ -1,0 +1,90 @@
+"""The state of a process that serves SGLang: its pools, captures, steps, and eager steps."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from graphrt import BatchDescriptor, GraphMode, GraphPool, Reason, RunnerReport
+from graphrt.hosts.vllm.table import Row, Table
+
+# A child of SGLang's: its handlers print it.
+logger = logging.getLogger("sglang.graphrt")
+
+
+class State:
+    """What one process needs to serve SGLang."""
+
+    def __init__(self) -> None:
+        self.table = Table()
+        self.reasons: Counter[Reason] = Counter()
+        self.texts: Counter[str] = Counter()
+        """Fallbacks by what the log says of them."""
+        # SGLang's handle of a pool -> graphrt's pool over it.
+        self._pools: dict[Any, GraphPool] = {}
+        self._capturing = False
+        self.live: Any = None
+        """SGLang's batch of the present step."""
+
+    def pool(self, handle: Any) -> GraphPool:
+        """The pool over a handle of SGLang's: its runners share one."""
+        pool = self._pools.get(handle)
+        if pool is None:
+            pool = self._pools[handle] = GraphPool(handle=handle)
+            pool.on_capture = lambda wrapper, descriptor: self.table.captured(
+                wrapper.runtime_mode, of_shape(descriptor.variant), wrapper.pool
+            )
+        return pool
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether steps may have graphs: before that they are warm-ups, and so are captures'."""
+        return not self._capturing and any(pool.captures for pool in self._pools.values())
+
+    @contextmanager
+    def session(self, pool: GraphPool, stream: Any) -> Iterator[None]:
+        """A runner of SGLang's captures: on its stream, or on that of the pool's first captures,
+        since the allocator uses blocks again on their own stream alone."""
+        before = pool.captures
+        own_stream = None if pool.captures else stream
+        # SGLang's runners read nothing of what a capture returns.
+        with pool.capture_session(stream=own_stream, uses_results=False) as session:
+            self.table.begin()
+            self.table.joined(pool)
+            self._capturing = True
+            try:
+                yield
+                self.table.end()
+            finally:
+                self._capturing = False
+        grown = session.pool_bytes
+        memory = "" if grown is None else f", {grown / 2**20:.1f} MiB"
+        logger.info("graphrt captured %d graphs%s", pool.captures - before, memory)
+
+    def row(self, mode: GraphMode, key: Any) -> Row:
+        """Where steps of the graph of a key are counted."""
+        return self.table.row(mode, of_shape(key))
+
+    def fell_back(self, reason: Reason, text: str) -> None:
+        """Count a step that ran eagerly; the log says so the 1st, 10th, 100th... time."""
+        self.reasons[reason] += 1
+        self.texts[text] += 1
+        count = self.texts[text]
+        if count == 10 ** (len(str(count)) - 1):
+            times = "" if count == 1 else f", {count} times so far"
+            logger.info("graphrt: a step ran eagerly: %s%s", text, times)
+
+    def report(self) -> RunnerReport:
+        """What is captured in this process, and how its steps ran."""
+        return self.table.report(self.reasons, list(self._pools.values()))
+
+
+def of_shape(key: Any) -> BatchDescriptor:
+    """The batch of a key: the runner of SGLang's, and its shape."""
+    return BatchDescriptor(max(key[1].size, 1), variant=key)
+
+
+state = State()

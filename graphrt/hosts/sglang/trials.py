@@ -1,0 +1,176 @@
+"""Trials of SGLang's FULL graphs under `GRAPHRT_CHECK`, and eager runs of their forwards.
+
+A graph is tried inside of its step: SGLang has filled its inputs and metadata. It is replayed, then
+its forward runs eagerly, twice, on the same. Live rows of the replay's outputs may differ from the
+second run's by as much as the two differ, or as rounding. A graph that fails goes into quarantine,
+its batches run eagerly until SGLang captures again. Each run writes the same rows of the KV cache,
+with the same values; models whose state moves on with each run are not tried.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from graphrt import GraphOptions, WrapperTrials
+from graphrt.core.base import tree
+from graphrt.core.capture.wrapper import GraphWrapper
+from graphrt.core.dispatch.reasons import Dispatch
+from graphrt.hosts.engine import SPREADS, rows_apart
+from graphrt.hosts.sglang._state import logger, state
+from graphrt.trust.checks import Checks
+from graphrt.trust.compare import rounding_of
+from graphrt.trust.host_watch import described_changes
+from graphrt.trust.reads import ReadSet
+from graphrt.trust.trials import WrapperStep
+from graphrt.trust.verdict import NOT_EAGER, Verdict
+
+_BATCH = "forward_batch"
+
+METADATA = "forward_metadata"
+"""Where an attention backend of SGLang's has its views for the batch of the present forward."""
+
+
+SLOTS = ("input_ids", "positions", "req_pool_indices", "seq_lens", "out_cache_loc")
+"""Of a batch, what SGLang copies to the inputs of a graph before each replay."""
+
+
+class Forward:
+    """A forward that a runner of SGLang's captures, which may be called in later steps as well: in
+    the context, and with the metadata, of its capture."""
+
+    def __init__(self, forward: Callable[[], Any], contexts: Any) -> None:
+        self._forward, self._contexts = forward, contexts
+        self._context = contexts.get_forward_context() if contexts.has_forward_context() else None
+        self._backend = getattr(self._context, "attn_backend", None)
+        self._metadata = getattr(self._backend, METADATA, None)
+        code, cells = getattr(forward, "__code__", None), getattr(forward, "__closure__", None)
+        names = code.co_freevars if code is not None and cells else ()
+        kept = dict(zip(names, cells or (), strict=True))
+        # The batch whose tensors the graph reads.
+        self._batch = kept[_BATCH].cell_contents if _BATCH in kept else None
+
+    def refill(self) -> list[str]:
+        """Copy the batch of the present step to the inputs, and name those that were not filled."""
+        stale = []
+        for name in SLOTS:
+            slot, live = (getattr(each, name, None) for each in (self._batch, state.live))
+            if isinstance(slot, torch.Tensor) and isinstance(live, torch.Tensor):
+                filled = slot[: live.shape[0]]
+                if filled.shape == live.shape and not torch.equal(filled, live.to(filled.dtype)):
+                    filled.copy_(live)
+                    stale.append(name)
+        return stale
+
+    def __call__(self) -> Any:
+        if self._context is None:
+            return self._forward()
+        metadata = getattr(self._backend, METADATA, None)
+        if self._metadata is not None:
+            setattr(self._backend, METADATA, self._metadata)
+        try:
+            with self._contexts.forward_context(self._context):
+                return self._forward()
+        finally:
+            if self._metadata is not None:
+                setattr(self._backend, METADATA, metadata)
+
+
+def trials_of(runner: Any) -> Trials | None:
+    """The trials of one graph of a runner; None if it has none."""
+    if not GraphOptions().checks("first"):
+        return None
+    reason = next(_why_untried(runner), "")
+    if reason:
+        _log_untried(reason)
+        return None
+    return Trials(runner)
+
+
+def _why_untried(runner: Any) -> Iterator[str]:
+    model_runner = runner.model_runner
+    arguments = model_runner.server_args
+    if getattr(runner, "_is_full_backend", None) is not None:
+        yield "a prefill replaces the layers of its model"
+    if getattr(model_runner, "mambaish_config", None) is not None:
+        yield "each run moves on the state of its layers (Mamba, linear attention)"
+    if getattr(arguments, "pp_size", 1) > 1:
+        yield "a run changes what it was given by the rank before it (pp_size)"
+    if getattr(arguments, "tp_size", 1) > 1 or getattr(arguments, "dp_size", 1) > 1:
+        yield "ranks have to agree on the steps that they try (tp_size, dp_size)"
+    if type(runner).__name__ != "DecodeCudaGraphRunner":
+        yield f"the drafts of {type(runner).__name__} move on with each run"
+    if getattr(model_runner.attn_backend, METADATA, None) is None:
+        yield f"{type(model_runner.attn_backend).__name__} has no {METADATA}"
+
+
+@functools.cache
+def _log_untried(reason: str) -> None:
+    logger.warning("graphrt: graphs are not tried: %s", reason)
+
+
+class Trials(WrapperTrials):
+    """The trials of one FULL graph."""
+
+    def __init__(self, runner: Any) -> None:
+        super().__init__()
+        self._runner = runner
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the graph is in quarantine."""
+        return any(each.failure is not None for each in self.records)
+
+    def before_capture(self, wrapper: GraphWrapper) -> None:
+        if self._checks is None:
+            options, model = wrapper.options, self._runner.model_runner.model
+            reads = ReadSet(model, watched=options.checks("capture"))
+            self._checks = Checks(options, reads, wrapper.pool.platform.device_type)
+        super().before_capture(wrapper)
+
+    def _try(self, step: WrapperStep, dispatch: Dispatch) -> None:
+        forward, key = step.wrapper.runnable, dispatch.descriptor.variant
+        assert self._checks is not None and isinstance(forward, Forward)
+        began = time.perf_counter()
+        to_try = self._checks.graph_to_try(dispatch)
+        try:
+            replayed = step.replay()
+            stale = forward.refill()
+            first, last = (tree.cloned(forward()) for _ in range(2))
+        except torch.OutOfMemoryError as error:
+            self._checks.cannot_try(dispatch.slot, error)
+            return
+        finally:
+            # What it changes in Python is no change of the host's.
+            self._checks.ran_forward()
+        rows = slice(0, getattr(self._runner, "raw_num_token", None))
+        spread, found = (rows_apart(each, last, rows) for each in (first, replayed))
+        dtypes = {tensor.dtype for tensor in tree.tensors(last)}
+        platform = step.wrapper.pool.platform
+        allowed = max(SPREADS * spread, rounding_of(dtypes, (), platform.float32_precision))
+        is_doubtful = bool(to_try.changed) and to_try.record.steps > 0
+        verdict = Verdict(last, deterministic=not spread, is_doubtful=is_doubtful)
+        graph = f"{dispatch.mode.name} {key}"
+        if stale or not found <= allowed:
+            got = (
+                f"{found:.3g} of the norm of a row; two eager runs differ by {spread:.3g}, and "
+                f"{allowed:.3g} are allowed"
+            )
+            if stale:
+                got += f"\n    SGLang did not fill its inputs {', '.join(stale)} before the replay"
+            if to_try.changed:
+                got += f"\n    what changed since the capture: {described_changes(to_try.changed)}"
+            verdict.failure = NOT_EAGER(got, graph=graph, where="")
+        ms = (time.perf_counter() - began) * 1e3
+        row = state.row(dispatch.mode, key)
+        row.trial = self._checks.records[dispatch.slot]
+        if verdict.failure is None:
+            logger.info("graphrt: tried %s in %.1f ms: as eager", graph, ms)
+        else:
+            text = "graphrt: tried %s in %.1f ms: in quarantine, its batches run eagerly. %s"
+            logger.error(text, graph, ms, verdict.failure)
+        self._checks.tried(dispatch.slot, verdict, None)

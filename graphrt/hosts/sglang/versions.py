@@ -1,0 +1,109 @@
+"""The versions of SGLang that are known, and the names of each that graphrt reads or replaces."""
+
+from __future__ import annotations
+
+from types import CodeType
+from typing import Any
+
+from graphrt.errors import UnsupportedHostError
+from graphrt.hosts.names import MISSING, find, is_known, missing_arguments, missing_names
+
+KNOWN = ("0.5.17",)
+"""Whose source was read, and whose engine was run with graphrt."""
+
+_RUNNER = "sglang.srt.model_executor."
+FULL = _RUNNER + "runner_backend.full_cuda_graph_backend"
+BREAKABLE = _RUNNER + "runner_backend.breakable_cuda_graph_backend"
+BREAKS = _RUNNER + "runner_backend_utils.breakable_cuda_graph.breakable_cuda_graph"
+CONTEXT = _RUNNER + "forward_context"
+MODEL_RUNNER = _RUNNER + "model_runner"
+
+_OF_BACKENDS = ("capture_session", "capture_one", "can_run", "replay", "cleanup")
+_NAMES = {
+    FULL: tuple(f"FullCudaGraphBackend.{each}" for each in _OF_BACKENDS),
+    BREAKABLE: tuple(
+        f"BreakableCudaGraphBackend.{each}"
+        for each in (
+            *_OF_BACKENDS,
+            "_alloc_full_buffer",
+            "_copy_output_to_buffer",
+            "_output_rows",
+            "_slice_output",
+            "replay_session",
+        )
+    ),
+    BREAKS: ("_current_capture_var", "eager_on_graph"),
+    CONTEXT: ("forward_context", "get_forward_context", "has_forward_context"),
+    MODEL_RUNNER: ("ModelRunner.forward",),
+}
+_CAPTURE_ONE = ("shape_key", "forward_fn", "capture_inputs", "post_warmup_hook")
+_ARGUMENTS = {
+    (FULL, "FullCudaGraphBackend.capture_one"): _CAPTURE_ONE,
+    (BREAKABLE, "BreakableCudaGraphBackend.capture_one"): _CAPTURE_ONE,
+    (FULL, "FullCudaGraphBackend.replay"): ("shape_key", "static_forward_batch"),
+    (BREAKABLE, "BreakableCudaGraphBackend.replay"): ("shape_key", "static_forward_batch"),
+    (FULL, "FullCudaGraphBackend.__init__"): ("cuda_graph_runner", "enable_memory_saver"),
+    (BREAKABLE, "BreakableCudaGraphBackend.__init__"): (
+        "cuda_graph_runner",
+        "enable_memory_saver",
+        "debug_eager",
+    ),
+    (BREAKS, "eager_on_graph"): ("enable", "capture_stub"),
+}
+_ATTRIBUTES = {
+    (FULL, "FullCudaGraphBackend.capture_one"): {"_device_module", "_tp_group", "_graphs", "_pool"},
+    (BREAKABLE, "BreakableCudaGraphBackend.capture_one"): {
+        "_device_module",
+        "_tp_group",
+        "_graphs",
+        "_pool",
+        "_shared_output_buffer",
+    },
+}
+"""Names that the code of a function must use: graphrt reads what it has left there."""
+
+CELLS = ("capture_stub", "inner")
+"""What a function that SGLang marked as a break closes over."""
+
+
+def marked_code(eager_on_graph: Any) -> CodeType | None:
+    """The code that all functions share which `eager_on_graph` has marked; None if it is not as
+    graphrt knows it."""
+    found = [code for code in _inside(eager_on_graph.__code__) if code.co_freevars == CELLS]
+    return found[0] if len(found) == 1 and found[0].co_name == "wrapper" else None
+
+
+def _inside(code: CodeType) -> list[CodeType]:
+    codes = [each for each in code.co_consts if isinstance(each, CodeType)]
+    return [deep for each in codes for deep in (each, *_inside(each))]
+
+
+def check(version: str) -> None:
+    """Raise `UnsupportedHostError` for an SGLang that graphrt does not know, or that lacks names,
+    which names all of them."""
+    known = ", ".join(KNOWN)
+    advice = "install one of these, or leave GRAPHRT_SGLANG unset for SGLang's own graphs"
+    if not is_known(version, KNOWN):
+        raise UnsupportedHostError(
+            "graphrt does not know this version of SGLang",
+            got=version,
+            expected=known,
+            advice=advice,
+        )
+    missing = [*missing_names(_NAMES), *missing_arguments(_ARGUMENTS)]
+    for (module, name), expected in _ATTRIBUTES.items():
+        function = find(module, name)
+        if function is not MISSING:
+            used = function.__code__.co_names
+            lacking = sorted(expected - set(used))
+            missing += [f"{each!r} in the code of {module}.{name}" for each in lacking]
+    mark = find(BREAKS, "eager_on_graph")
+    if mark is not MISSING and marked_code(mark) is None:
+        missing.append(f"function in {BREAKS}.eager_on_graph that closes over {', '.join(CELLS)}")
+    if missing:
+        raise UnsupportedHostError(
+            f"SGLang {version} is not as graphrt knows it",
+            got="no " + ", no ".join(missing),
+            expected=f"SGLang {known} as it was published",
+            advice=advice,
+        )
