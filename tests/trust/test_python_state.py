@@ -857,3 +857,20 @@ def test_buffers_that_a_forward_swaps_are_named_by_the_trials_of_examples(warmup
 def test_steps_are_right_where_a_forward_swaps_buffers():
     right, _, said, _ = served(Swapping)
     assert right and "model.front" in "".join(said)
+
+
+# What grows with each call ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [list, tuple, str], ids=lambda kind: kind.__name__)
+def test_a_value_that_grows_past_a_length_after_many_calls_is_named_by_the_first_trial(make):
+    item = "a" if make is str else make([1])
+    model = SimpleNamespace(seen=make())
+
+    def forward(x):
+        model.seen = model.seen + item
+        return x * 2 if len(model.seen) > 60 else x * 1
+
+    runner = runner_of(forward)
+    with pytest.warns(GraphQuarantinedWarning, match="moves a Python value and does something"):
+        runner(x=rows(4))
