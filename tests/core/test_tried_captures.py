@@ -577,6 +577,31 @@ def test_a_larger_size_than_was_warmed_up_is_warmed_up():
     assert warm_ups == {4: True, 2: False, 8: True, 6: False}
 
 
+def test_after_a_release_the_first_size_is_warmed_up():
+    runner = runner_of(lambda x: x * 2, lazy=True, check="off")
+    for size in (8, 4):
+        runner(x=torch.ones(size, WIDTH))
+        assert report_of(runner)[0].warm_up_s > 0
+        runner.release()
+
+
+def test_memory_that_every_call_writes_is_no_table_of_a_later_session():
+    class Model:
+        def __init__(self):
+            self.calls, self.last = 0, torch.zeros(8, WIDTH)
+
+        def __call__(self, x):
+            self.calls += 1
+            self.last[: len(x)] = x
+            return x * 2
+
+    model = Model()
+    runner = runner_of(model)
+    by_calls(runner)
+    assert attempts_of(runner) == dict.fromkeys(SIZES, 1)
+    assert model.calls == 0 and not model.last.any()
+
+
 @pytest.mark.parametrize("capture", [by_calls, by_steps])
 def test_two_failures_in_earlier_sessions_count(capture):
     runner = runner_of(
@@ -642,7 +667,7 @@ def test_a_tried_capture_that_fails_leaves_nothing_half_done(platform, capture, 
     assert [each.descriptor.num_tokens for each in report_of(runner)] == [8, 6]
     model.fails = False
     x = torch.randn(4, WIDTH)
-    expected = x + torch.arange(6.0)[:4, None] * 2 + before + 1
+    expected = x + torch.arange(6.0)[:4, None] * 2 + (before + 1)
     assert torch.equal(runner(x=x), expected)
     assert torch.equal(state, before + 1)
 
