@@ -96,7 +96,7 @@ def test_what_graphed_prints_has_the_gain_of_the_smallest_and_the_largest() -> N
 
 
 def test_runs_that_wait_for_other_processes_do_not_count() -> None:
-    """Each way is run until its two fastest runs agree. Here the first six eager runs wait."""
+    """Each way is run until its two fastest runs agree. Here the first five eager runs wait."""
     waits: list[float] = []
 
     def forward(x: torch.Tensor) -> torch.Tensor:
@@ -105,7 +105,7 @@ def test_runs_that_wait_for_other_processes_do_not_count() -> None:
 
     options = graphrt.GraphOptions(check="off")
     runner = runner_of(forward, mode="FULL", options=options, sizes=[1])
-    waits += [0.1, 0.09, 0.07, 0.05, 0.035, 0.02]
+    waits += [0.16, 0.16, 0.08, 0.04, 0.02]
     runner.measure()
     (graph,) = runner.report().graphs
     assert not waits and graph.eager_s < 0.01
