@@ -786,8 +786,28 @@ def test_a_runner_of_a_module_with_hooks_takes_its_input_by_name() -> None:
         x = torch.ones(2, 4)
         assert torch.equal(runner(x), x)
         model.register_forward_pre_hook(lambda module, args: (args[0] * 2,) if args else None)
-        with pytest.raises(InvalidInputError, match="the forward has hooks"):
-            runner(x)
+        for call in (runner, runner.verify):
+            with pytest.raises(InvalidInputError, match="the forward has hooks"):
+                call(x)
+
+
+def test_a_step_is_verified_as_it_is_called() -> None:
+    """By its one tensor, or by a slot of inputs; a tensor that may be one of several is named."""
+    spec = InputSpec(torch.float32, ("rows", 4))
+    with GraphRunner(linear(), inputs={"input": spec}, sizes=[2], platform="cpu") as runner:
+        runner.capture()
+        x = torch.rand(2, 4)
+        assert torch.equal(runner.verify(x), runner(x))
+        slot = runner.slot(graphrt.Batch(2))
+        slot["input"].copy_(x)
+        assert torch.equal(runner.verify(slot), runner(x))
+        with pytest.raises(graphrt.errors.InvalidBatchError, match="no Batch"):
+            runner.verify(2)
+    both = {"x": spec, "y": spec}
+    with GraphRunner(lambda x, y: x + y, inputs=both, sizes=[2], platform="cpu") as runner:
+        runner.capture()
+        with pytest.raises(InvalidInputError, match=r"runner\(x=..., y=...\)"):
+            runner.verify(x)
 
 
 @graphrt.eager_break

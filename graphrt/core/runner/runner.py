@@ -174,15 +174,15 @@ class Runner(Uncopied, Generic[R]):
 
     def verify(
         self,
-        batch: Batch | None = None,
+        batch: Batch | InputSlot | torch.Tensor | None = None,
         /,
         *,
         updates: Any = None,
         metadata: Any = None,
         **values: Any,
     ) -> R:
-        """Try one step: by replay, and eagerly with the same padding, with another one and without;
-        returns clones of its live outputs, which the last eager run made.
+        """Try one step, given as to a call: by replay, and eagerly with the same padding, with
+        another one and without; returns clones of its live outputs, which the last eager run made.
 
         State, random numbers and Python numbers are put back in between, so that they are advanced
         once. Other effects (the writes of a KV cache too large to be saved) happen several times,
@@ -191,7 +191,8 @@ class Runner(Uncopied, Generic[R]):
         capture, and before the graph of the batch is captured: see `docs/concepts/trust.md`.
         """
         refuse_inside_capture("verify()")
-        verify: Callable[[], R] = partial(self._engine.verify, batch, values, updates, metadata)
+        step = self._without_batch(batch, values)
+        verify: Callable[[], R] = partial(self._engine.verify, *step, updates, metadata)
         return self._in_turn(verify)
 
     # The graphs -----------------------------------------------------------------------------------
