@@ -43,6 +43,7 @@ __all__ = [
     "PlanFileError",
     "PlatformError",
     "PluginWarning",
+    "PoolAsleepError",
     "PoolBusyError",
     "PoolClosedError",
     "PoolError",

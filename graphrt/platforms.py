@@ -26,7 +26,13 @@ from graphrt.core.device.contract import (
     error_chain,
 )
 from graphrt.core.device.platform import Availability, Platform
-from graphrt.core.device.pool_memory import Allocator, PoolHandle, PoolMemory, weak_alias
+from graphrt.core.device.pool_memory import (
+    Allocator,
+    PoolHandle,
+    PoolMemory,
+    SavedMemory,
+    weak_alias,
+)
 from graphrt.core.device.registry import (
     PLATFORM_VARIABLE,
     FoundPlatform,
@@ -61,6 +67,7 @@ __all__ = [
     "PlatformRegistry",
     "PoolHandle",
     "PoolMemory",
+    "SavedMemory",
     "StreamRoom",
     "TaskUpdate",
     "UpdateFigures",

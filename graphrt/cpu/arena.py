@@ -181,6 +181,20 @@ class Arena:
             self._shares += 1
         return self
 
+    def save(self) -> list[tuple[memoryview, bytes]]:
+        """The blocks that something references, each with a copy."""
+        with self._lock:
+            alive = [token for token, block in list(self._refs.items()) if block() is not None]
+            spans = [self._spans[token] for token in alive if token in self._spans]
+        blocks = [chunk.buffer[start : start + nbytes] for chunk, start, nbytes in spans]
+        constants = [] if self._constants is None else self._constants.save()
+        return [(block, bytes(block)) for block in blocks] + constants
+
+    def restore(self, saved: list[tuple[memoryview, bytes]]) -> None:
+        """Write back what `save` returned: the mappings have pages again."""
+        for there, copy in saved:
+            there[:] = copy
+
     def release(self) -> None:
         """Give the memory back, once all who share it have; tensors that still point into it keep
         their own mapping."""

@@ -106,6 +106,13 @@ class CpuPlatform(Platform):
     def memory_bytes(self, memory: Arena) -> int:
         return memory.reserved_bytes
 
+    def save(self, memory: Arena) -> list[tuple[memoryview, bytes]]:
+        return memory.save()
+
+    def restore(self, memory: Arena, saved: list[tuple[memoryview, bytes]]) -> bool:
+        memory.restore(saved)
+        return True
+
     def release_memory(self, memory: Arena) -> None:
         memory.release()
 

@@ -57,7 +57,6 @@ class CudaCaptures(Captures[GraphMemory]):
         return torch.cuda.current_stream()
 
     def _begin(self, graph: Any, opened: OpenCapture[GraphMemory]) -> None:
-        _check_room()
         # "global" would fail this capture for an unsafe call of any other thread. Under a dispatch
         # mode torch would make Python tensors of the generator's seed and offset.
         unseen(partial(_begin, graph, opened.handle))
@@ -111,11 +110,12 @@ def _begin(graph: Any, handle: Any) -> None:
     graph.capture_begin(handle, capture_error_mode="thread_local")
 
 
-def _check_room() -> None:
+def check_room() -> None:
     """Raise the allocator's error before a capture begins, if a generator's state finds no room.
 
     capture_begin() allocates that state after it has registered the graph. If it failed there, the
-    graph's destructor would raise, which ends the process.
+    graph's destructor would raise, which ends the process. The block that this leaves to it is not
+    of `GraphPool(around_memory=)`: its pages stay.
     """
     allocated = torch.cuda.caching_allocator_alloc(_GENERATOR_BYTES)
     torch.cuda.caching_allocator_delete(allocated)  # type: ignore[no-untyped-call]

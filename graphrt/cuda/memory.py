@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -15,7 +15,13 @@ from graphrt.core.base.thread_mode import unseen
 from graphrt.core.device.contract import UpdateFigures
 from graphrt.core.device.lent_streams import Loan
 from graphrt.core.device.platform import no_other_capture
-from graphrt.core.device.pool_memory import Allocator, PoolHandle, PoolMemory, captured_pool
+from graphrt.core.device.pool_memory import (
+    Allocator,
+    PoolHandle,
+    PoolMemory,
+    SavedMemory,
+    captured_pool,
+)
 from graphrt.cuda._workspaces import Workspaces, is_hosts, streams_with_workspaces
 from graphrt.cuda.private_torch import (
     memory_stats,
@@ -53,6 +59,8 @@ class GraphMemory(PoolMemory):
         self._loans: list[Loan | None] = []
         # Handles of the streams whose workspace is in this memory.
         self._with_workspace: set[int] = set()
+        # The same, as of the last sleep.
+        self._slept_with: set[int] = set()
         self._workspaces = Workspaces()
 
     def capturing_on(self, stream: torch.cuda.Stream) -> None:
@@ -86,6 +94,20 @@ class GraphMemory(PoolMemory):
             self._workspaces.ask(streams)
             undo.now()  # the workspaces of the host's streams go outside of the pool
         self._ask_for_hosts()
+
+    def save(self, device: torch.device, is_mapped: Callable[[int], bool]) -> SavedMemory:
+        saved = super().save(device, is_mapped)
+        self._slept_with = set(self._with_workspace)
+        return saved
+
+    def restore(self, saved: SavedMemory, is_mapped: Callable[[int], bool]) -> bool:
+        if not super().restore(saved, is_mapped):
+            return False
+        # Graphs that were destroyed in the sleep were reset alone: see `after_reset`.
+        self._with_workspace = self._slept_with
+        self._workspaces.prepare()
+        self.after_reset()
+        return True
 
     def clear(self) -> None:
         self.before_reset()

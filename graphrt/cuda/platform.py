@@ -27,12 +27,12 @@ from graphrt.core.device.contract import (
     UpdateFigures,
 )
 from graphrt.core.device.platform import Availability, Platform
-from graphrt.core.device.pool_memory import PoolHandle, pool_handle, weak_alias
+from graphrt.core.device.pool_memory import PoolHandle, SavedMemory, pool_handle, weak_alias
 from graphrt.core.inputs.transport import Slab
 from graphrt.cuda._workspaces import mark_as_hosts
 from graphrt.cuda.blocks import blocks_of, internal_sizes
-from graphrt.cuda.captures import CudaCaptures
-from graphrt.cuda.driver.api import driver_available, upload
+from graphrt.cuda.captures import CudaCaptures, check_room
+from graphrt.cuda.driver.api import driver_available, is_mapped, upload
 from graphrt.cuda.driver.fetch import FetchRing
 from graphrt.cuda.driver.pointers import pointers_of
 from graphrt.cuda.explain import explain
@@ -118,6 +118,7 @@ class CudaPlatform(Platform):
         return memory.shown()
 
     def new_graph(self) -> torch.cuda.CUDAGraph:
+        check_room()
         # Updates of tasks name the nodes of the template, so torch has to keep it.
         return torch.cuda.CUDAGraph(keep_graph=driver_available())
 
@@ -190,6 +191,12 @@ class CudaPlatform(Platform):
     def release_memory(self, memory: GraphMemory) -> None:
         memory.clear()
         empty_cache()
+
+    def save(self, memory: GraphMemory) -> SavedMemory:
+        return memory.save(torch.device("cuda", memory.device), is_mapped)
+
+    def restore(self, memory: GraphMemory, saved: SavedMemory) -> bool:
+        return memory.restore(saved, is_mapped)
 
     def pointers(self, graph: Any) -> GraphPointers | None:
         if not driver_available():

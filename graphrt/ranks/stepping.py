@@ -70,6 +70,9 @@ class RankedSteps:
                 got=f"agreed={shown(agreed)}",
                 advice="leave agreed= out, or make the runner without Host(ranks=)",
             )
+        pool = self._graphs.setup.pool
+        if pool.asleep:  # before the vote: after an error in a step no rank makes another one
+            raise pool.busy_error(self._graphs.setup.owner)
         if batch is None:
             batch = batch_of(self._graphs.setup.inputs, values)
         answer = self._agreement.take(self._graphs, batch).result()

@@ -38,7 +38,6 @@ class Memory:
 
 @pytest.mark.parametrize("inference", [False, True])
 def test_no_torch_dispatch_mode_is_active_while_a_capture_begins(monkeypatch, inference):
-    monkeypatch.setattr(captures, "_check_room", lambda: None)
     monkeypatch.setattr(captures.ForkWatch, "begin", lambda self: None)
     graph, watch = Graph(), IssuedWatch()
     tasks: Any = None
@@ -55,7 +54,6 @@ def test_generators_of_the_device_are_registered_before_a_capture_begins(monkeyp
         def register_generator_state(self, generator: Any) -> None:
             self.begun.append(generator)
 
-    monkeypatch.setattr(captures, "_check_room", lambda: None)
     monkeypatch.setattr(captures.ForkWatch, "begin", lambda self: None)
     of_device = SimpleNamespace(device=torch.device("cuda", 0))
     token = drawn_from.set([torch.Generator(), of_device])

@@ -65,6 +65,18 @@ def test_a_graph_dropped_on_a_rank_is_replayed_on_no_rank() -> None:
     assert ["PIECEWISE", 8, "HIT"] in by_rank[0]["steps"][10:]
 
 
+@pytest.mark.parametrize("forgets", [False, True])
+def test_ranks_go_on_after_a_sleep_and_none_replays_what_one_has_lost(forgets: bool) -> None:
+    """A step while all sleep raises before its vote, so that the ranks agree on the next."""
+    case = {"sizes": SIZES, "steps": 90, "sleeps_at": 30, "recaptures_at": 60}
+    by_rank = launch({**case, "of_rank": {"1": {"forgets": forgets}}}, 2)
+    assert_same(by_rank)
+    asleep, again = by_rank[0]["steps"][30:60], by_rank[0]["steps"][60:]
+    assert {step[2] for step in asleep} == {"RANKS_DISAGREE" if forgets else "HIT"}
+    # Some steps after a capture the log of the model is found to have changed.
+    assert {step[2] for step in again} - {"CHANGED"} == {"HIT"}
+
+
 @pytest.mark.parametrize("check", rest_long(["capture", "always"], "capture"))
 def test_a_value_changed_on_a_single_rank_is_tried_on_all_ranks(check: str) -> None:
     change = {"fault": {"kind": "attribute", "name": "scale", "at": 30, "to": 3.0}}

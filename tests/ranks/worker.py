@@ -13,6 +13,7 @@ import random
 import signal
 import time
 import traceback
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from graphrt import (
     BatchDescriptor,
     GraphMode,
     GraphOptions,
+    GraphPool,
     GraphRunner,
     Host,
     InputSpec,
@@ -32,7 +34,7 @@ from graphrt import (
     eager_break,
     errors,
 )
-from graphrt.core.base.errors import GraphRTError
+from graphrt.core.base.errors import GraphRTError, PoolAsleepError
 from graphrt.core.capture import limit as limits
 from graphrt.core.device.contract import Capability
 from graphrt.cpu import CpuPlatform
@@ -53,6 +55,13 @@ class Greedy(CpuPlatform):
 
     def memory_bytes(self, memory: Any) -> int:
         return 2 * super().memory_bytes(memory)
+
+
+class Forgetful(CpuPlatform):
+    """The CPU, on which memory of graphs does not come back after a sleep."""
+
+    def restore(self, memory: Any, saved: Any) -> bool:
+        return False
 
 
 class FirstCalls:
@@ -131,6 +140,13 @@ def batches(random_batches: random.Random, case: dict[str, Any]) -> Batch | None
     return Batch(reqs * query_len, reqs, query_len if uniform else None, num_active_loras=loras)
 
 
+def platform_of(case: dict[str, Any], mine: dict[str, Any]) -> CpuPlatform:
+    if case.get("tried"):
+        return Tried()
+    kinds = {"greedy": Greedy, "forgets": Forgetful}
+    return next((kinds[each]() for each in kinds if mine.get(each)), CpuPlatform())
+
+
 def main(
     case: dict[str, Any],
     log: list[Any],
@@ -160,7 +176,7 @@ def main(
                 **case.get("limit", {}),
             ),
             host=Host(ranks=agreement, bind=FirstCalls(*mine.get("fails_at", ()))),
-            platform=Tried() if case.get("tried") else Greedy() if mine.get("greedy") else "cpu",
+            pool=GraphPool(platform_of(case, mine), around_memory=nullcontext),
             **plan,
         ) as runner,
     ):
@@ -216,6 +232,14 @@ def take_steps(
                 continue
         if "next" in case:
             runner.capture_next()
+        if number == case.get("sleeps_at"):
+            runner.pool.suspend()
+            try:
+                runner(Batch(1), x=torch.zeros(1, WIDTH))
+            except PoolAsleepError:
+                runner.pool.resume()
+        if number == case.get("recaptures_at"):
+            runner.recapture()
         batch = batches(chosen, case)
         if batch is None:
             dispatch = agreement.idle(runner)

@@ -200,6 +200,10 @@ class PoolBusyError(PoolError):
     """Two threads used one `GraphPool` at the same time."""
 
 
+class PoolAsleepError(PoolError):
+    """A step, a capture or a change of graphs in a pool between `suspend()` and `resume()`."""
+
+
 class PoolClosedError(PoolError):
     """The pool, wrapper or runner was closed and cannot be used again."""
 
@@ -270,7 +274,8 @@ class PlanChangedWarning(UserWarning):
 
 
 class GraphsDroppedWarning(UserWarning):
-    """Graphs of a plan did not fit on the device; their sizes run eagerly."""
+    """Graphs of a plan did not fit on the device, or the memory of graphs did not come back after a
+    sleep; their sizes run eagerly."""
 
 
 class GraphMemoryWarning(UserWarning):

@@ -155,6 +155,8 @@ class Recorder:
         self._phase = ""
         # The open segment's graph, and its tasks so far.
         self._open: tuple[DeviceGraph, list[CapturedTask]] | None = None
+        # Leaves the host's context around that segment's memory.
+        self._inside = Undo()
         self._bridges = bridges
         self._hooks = hooks
         # id of a tensor -> (the tensor, how entries hold it): a part that is given one tensor twice
@@ -183,7 +185,8 @@ class Recorder:
             unreadable = [t for t in tensors if not bake and not (constants and constants.take(t))]
             may_draw = transaction.may_draw and (of_runner is not None or lifting.is_on)
             check_host = guard.host_check(unreadable, error, may_draw=may_draw)
-        rules = refusals.rules_for(refusals.OPERATORS, device_type, context.mode)
+        rows = refusals.OPERATORS + (refusals.OF_SLEEPING_MEMORY if pool.around_memory else ())
+        rules = refusals.rules_for(rows, device_type, context.mode)
         self._guard = guard.CaptureGuard(
             self, context, listed, check_host, constants, pool._owns, rules, is_watched=is_watched
         )
@@ -388,9 +391,15 @@ class Recorder:
     @undoing
     def _allocated(self, undo: Undo, like: torch.Tensor) -> torch.Tensor:
         """A new tensor in the pool, of the shape and dtype of `like`."""
+        self._enter_memory(undo)
         undo.enter(self.pool.platform.allocate_in(self.pool.memory))
         strides = separate_strides(like)
         return torch.empty_strided(like.shape, strides, dtype=like.dtype, device=like.device)
+
+    def _enter_memory(self, undo: Undo) -> None:
+        """Until `undo`, be in the host's context around memory of graphs."""
+        if self.pool.around_memory is not None:
+            undo.enter(self.pool.around_memory())
 
     def _begin(self) -> None:
         """Begin a segment, in a new graph."""
@@ -402,9 +411,11 @@ class Recorder:
         graph = platform.new_graph()
         self._open = graph, []
         try:
+            self._enter_memory(self._inside)
             platform.begin_capture(graph, self.pool.memory)
         except BaseException as error:  # at once: the forward may catch it, and go on
             undo_after(error, partial(platform.abort_capture, graph))
+            undo_after(error, self._inside.now)
             self._open = None
             raise
         self._guard.begin(graph)
@@ -420,6 +431,7 @@ class Recorder:
         if self._hooks is not None:
             self._hooks.end_of_capture()
         recorded = platform.end_capture(graph)
+        self._inside.now()
         before = [] if self._guard.constants is None else self._guard.constants.checks()
         if self._hooks is not None:
             before.append(self._hooks.before_replay)
@@ -459,6 +471,7 @@ class Recorder:
             if self._open[0] not in captured:
                 self.pool.platform.abort_capture(self._open[0])
             self._open = None
+        self._inside.now()
         for left in () if depth is None else reversed(dispatch_modes()[depth:]):
             left.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self.pool._reset_graphs(captured)

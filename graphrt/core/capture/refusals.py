@@ -328,3 +328,21 @@ WRITTEN_COPY = Refusal(
 
 OPERATORS: tuple[OperatorRule, ...] = ()
 """None yet: what a device cannot capture it refuses itself."""
+
+REGISTERED_REDUCE = Refusal(
+    errors.RefusedOpError,
+    "a custom all-reduce registers the graph's memory with other ranks, and that memory sleeps: "
+    "after a wake they would read the pages of before",
+    expected="an all-reduce by a buffer of its own, or by NCCL",
+    advice="leave CustomAllreduce.capture() out, or disable_custom_all_reduce; or make the pool "
+    "without around_memory=",
+)
+OF_SLEEPING_MEMORY = (
+    OperatorRule(
+        # (handle, input, output, address of a buffer that is registered already or 0, its bytes)
+        frozenset({"_C_custom_ar::all_reduce", "sgl_kernel::all_reduce"}),
+        REGISTERED_REDUCE,
+        is_broken=lambda args, kwargs: [*args[3:4], kwargs.get("reg_buffer")][0] == 0,
+    ),
+)
+"""Also for captures into memory that sleeps (`GraphPool(around_memory=)`)."""

@@ -201,6 +201,16 @@ class Platform(ABC):
         capture lock, because an allocator must not return memory while another capture is open."""
         return None
 
+    def save(self, memory: Any) -> Any:
+        """What `restore` needs once the pages of `memory` were taken away and given back: copies on
+        the host of the blocks in use. Called under the capture lock, on an idle device."""
+        raise MissingCapabilityError(f"platform {self.name!r} cannot save graph memory")
+
+    def restore(self, memory: Any, saved: Any) -> bool:
+        """Write back what `save` returned. False if memory is not at all addresses of `memory`,
+        which is lost then; nothing is written. May be called again."""
+        raise MissingCapabilityError(f"platform {self.name!r} cannot save graph memory")
+
     def pointers(self, graph: Any) -> GraphPointers | None:
         """The words that the nodes of a captured `graph` hold and that may be addresses, or None if
         that cannot be told: a word too many is harmless, a missing one is a read that nobody knows

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NewType
+from typing import Any, NamedTuple, NewType
 from weakref import WeakSet
 
 import torch
@@ -69,6 +69,15 @@ class _Routing(AbstractContextManager[None]):
             return
         self._entered = False
         self._allocator.release_share(*self._to)
+
+
+class SavedMemory(NamedTuple):
+    """The segments of a pool, as (start, end); the blocks in use in them, each with its copy on the
+    host; and whether `is_mapped` knows such memory."""
+
+    ranges: Collection[tuple[int, int]]
+    blocks: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    is_known: bool
 
 
 class PoolMemory:
@@ -182,6 +191,32 @@ class PoolMemory:
         self._refresh()
         return sum(end - start for start, end in self._ranges)
 
+    def save(self, device: torch.device, is_mapped: Callable[[int], bool]) -> SavedMemory:
+        """Copies of what is in use; nothing of the pool is being written. `is_mapped` tells whether
+        there is memory at an address."""
+        self._ranges_version = None  # blocks come and go without segments
+        blocks = []
+        for segment in self._refresh():
+            address = segment["address"]
+            for block in segment["blocks"]:
+                if block["state"] == "active_allocated":
+                    there = _bytes_at(address, device, block["size"])
+                    blocks.append((there, there.to("cpu", copy=True)))
+                address += block["size"]
+        ranges = [*self._ranges]
+        return SavedMemory(ranges, blocks, all(is_mapped(start) for start, _ in ranges))
+
+    def restore(self, saved: SavedMemory, is_mapped: Callable[[int], bool]) -> bool:
+        """Write them back; False if a segment is gone, or has no memory."""
+        self._refresh()
+        ends = [at for start, end in saved.ranges for at in (start, end - 1)]
+        is_back = {*saved.ranges} <= {*self._ranges}
+        if not is_back or (saved.is_known and not all(map(is_mapped, ends))):
+            return False
+        for there, copy in saved.blocks:
+            there.copy_(copy)
+        return True
+
     def clear(self) -> None:
         """Forget all graphs, which are reset already, and give a share of the pool back."""
         self._begin([])
@@ -202,13 +237,13 @@ class PoolMemory:
     def _in_ranges(self, address: int) -> bool:
         return any(start <= address < end for start, end in self._ranges)
 
-    def _refresh(self) -> None:
+    def _refresh(self) -> Sequence[Mapping[str, Any]]:
         """Ask the allocator for the segments of these pools, if any has come or gone."""
         # Segments only come and go with device allocations, which these two count.
         reserved = self._allocator.stats(self.device)["reserved_bytes"]["all"]
         version = (reserved["allocated"], reserved["freed"])
         if version == self._ranges_version:
-            return
+            return ()
         # A snapshot of all pools: asked for one, torch 2.11 and torch_npu 2.13 release the integers
         # of its id once too often, which corrupts memory from the 257th pool on (Python never frees
         # smaller integers).
@@ -224,6 +259,7 @@ class PoolMemory:
             handle for handle in self._handles if handle in used or handle == self._handles[-1]
         ]
         self._ranges_version = version
+        return segments
 
     def _see(self, segments: Sequence[Mapping[str, Any]]) -> None:
         """Look at the segments of the pool, whenever they have changed."""
@@ -251,12 +287,13 @@ def captured_pool(graph: Any) -> PoolHandle | None:
         return None
 
 
-def never_destroy(graph: Any) -> None:
-    """Keep a graph that an allocator may ask about for as long as the process lives."""
-    _undead.append(graph)
+def never_destroy(held: Any) -> None:
+    """Keep a graph that an allocator may ask about, or a stream that nobody may have again, for as
+    long as the process lives."""
+    _undead.append(held)
 
 
-# Graphs that `never_destroy` keeps.
+# What `never_destroy` keeps.
 _undead: list[Any] = []
 
 
@@ -270,3 +307,8 @@ def weak_alias(tensor: torch.Tensor) -> torch.Tensor:
     storage = storage_at(owner.data_ptr(), tensor.device, owner.nbytes())
     empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def _bytes_at(address: int, device: torch.device, nbytes: int) -> torch.Tensor:
+    storage = storage_at(address, device, nbytes)
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (nbytes,), (1,))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import Token
 from functools import partial
@@ -18,23 +18,26 @@ import torch
 
 from graphrt.core.base import errors, tree
 from graphrt.core.base._undo import Undo
-from graphrt.core.base.option_values import check_callable
+from graphrt.core.base.option_values import check_callable, check_takes
 from graphrt.core.batch.context import ForwardContext
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.device.contract import Capability, DeviceGraph, UpdateFigures
 from graphrt.core.device.platform import Platform, capture_lock, device_of
+from graphrt.core.device.pool_memory import never_destroy
 from graphrt.core.device.registry import resolve_platform
 from graphrt.core.replay.handout import HandedOut, expire
 from graphrt.core.replay.recording import freeze_garbage
+from graphrt.core.replay.sleep import Asleep
 
 T = TypeVar("T")
 
 
-def in_turn(pool: GraphPool, owner: object, call: Callable[[], T]) -> T:
+def in_turn(pool: GraphPool, owner: object, call: Callable[[], T], next_owner: object = None) -> T:
     """Run `call`, which uses or changes the graphs of a pool, while `owner` has the pool: nobody
     else steps, captures or destroys graphs in it. `owner` is a context, or a text for errors. A
-    turn never waits: raises `PoolBusyError` while a step is under way, or has pieces to come.
+    turn never waits: raises `PoolBusyError` while a step is under way, or has pieces to come, and
+    `PoolAsleepError`. If nothing raises, `next_owner` has the pool then.
 
     A step takes its turn first. Then it dispatches, is checked, fills its buffers, launches and
     hands out. So no step sees half of a change, and a call that finds the pool taken has done
@@ -53,13 +56,21 @@ def in_turn(pool: GraphPool, owner: object, call: Callable[[], T]) -> T:
         if pool.pieces.entered is None:
             result = call()
             # Whoever the owner is: an interrupt may have kept a context from giving it back.
-            pool.owner = None
+            pool.owner = next_owner
             return result
         pool.owner = None
     except BaseException:
         pool.owner = None
         raise
     raise pool.busy_error(owner)
+
+
+def in_last_turn(pool: GraphPool, owner: object, call: Callable[[], T]) -> T:
+    """As `in_turn`, for a `call` that only destroys graphs: it may while the pool sleeps."""
+    if not pool.asleep:
+        return in_turn(pool, owner, call)
+    with pool.capture_lock:
+        return call()
 
 
 OnCapture = Callable[[Any, BatchDescriptor], object]
@@ -96,6 +107,13 @@ if hasattr(os, "register_at_fork"):  # nothing forks on Windows
 
 class HoldsGraphs(Protocol):
     """An owner of graphs in a pool, such as a wrapper."""
+
+    runtime_mode: GraphMode
+    """The mode of its graphs."""
+
+    @property
+    def entries(self) -> Mapping[BatchDescriptor, Any]:
+        """Its graphs."""
 
     def destroy_graphs(self, descriptor: BatchDescriptor | None) -> None:
         """Destroy the graphs of one descriptor, or all. Called in a turn of the pool."""
@@ -371,18 +389,23 @@ class GraphPool(errors.Uncopied):
         device: torch.device | str | int | None = None,
         handle: Any = None,
         stream: Any = None,
+        around_memory: Callable[[], AbstractContextManager[object]] | None = None,
     ) -> None:
         """On a platform, by default the current one, and a device of it, by default the current.
 
         `handle` is an allocator pool of the host's: what both capture shares its memory. The host's
         graphs keep theirs whatever happens to this pool, which must be the only one of graphrt over
         that handle: two do not see each other's steps. `stream` is the one that the host captures
-        on: blocks of a pool are used again by captures on the same stream alone. Raises
-        `MissingCapabilityError`, `InvalidOptionError`, `PoolError` for a handle that cannot be
-        entered, and the named errors of platforms.
+        on: blocks of a pool are used again by captures on the same stream alone. `around_memory`
+        says that the pool may sleep (`suspend`): it makes the context in which the host's allocator
+        takes memory whose pages it can take away. It is entered around each capture, and not around
+        eager parts. Raises `MissingCapabilityError`, `InvalidOptionError`, `PoolError` for a handle
+        that cannot be entered, and the named errors of platforms.
         """
         if _left_behind:
             raise _left_behind_error()
+        check_takes("around_memory", around_memory, "around_memory()", optional=True)
+        self.around_memory = around_memory
         self.platform = resolve_platform(platform)
         self.device = device_of(self.platform, device)
         # Whether this thread's current device is another one; None where there is only one.
@@ -478,6 +501,86 @@ class GraphPool(errors.Uncopied):
         for holder in self.holders:
             holder.destroy_graphs(descriptor)
 
+    # Sleep ------------------------------------------------------------------------------------
+
+    def suspend(self) -> None:
+        """Get ready for the host to take the pages of the pool's memory away, at addresses that
+        stay: what must keep its contents is copied to the host (graphrt/core/replay/sleep.py).
+        Until `resume()` each step, capture or change raises `PoolAsleepError`. What steps have
+        handed out is unreadable from now on.
+
+        All ranks call it between the same steps, and `resume()` too. Raises `PoolError` without
+        `around_memory`, `PoolBusyError`, `PoolAsleepError`, and `MissingCapabilityError`.
+        """
+        self.check_open()
+        if self.around_memory is None:
+            raise errors.PoolError(
+                "the pool was not made to sleep",
+                expected="GraphPool(around_memory=)",
+                advice="around_memory=contextlib.nullcontext, if the allocator needs no context",
+            )
+        asleep = Asleep(self.platform)
+        in_turn(self, "GraphPool.suspend()", partial(self._suspend, asleep), asleep)
+
+    def _suspend(self, asleep: Asleep) -> None:
+        with self.capture_lock, self.on_device():
+            self.streams.follow()
+            asleep.save(self._memories())
+        self._expire_outputs()
+
+    def resume(self) -> tuple[str, ...]:
+        """Go on after `suspend()`: the host has given the pages back, at their addresses.
+
+        Where some are not there, all graphs of the pool are destroyed, with a
+        `GraphsDroppedWarning`, and named in the result. Their steps run eagerly until
+        `recapture()`, `capture_next()` or a lazy capture, into memory of the pool's own. Raises
+        `PoolError` for a pool that is not asleep. Interrupted, a second call ends it.
+        """
+        self.check_open()
+        with self.capture_lock, self.on_device():
+            asleep = self.owner
+            if not isinstance(asleep, Asleep):
+                raise (
+                    self.busy_error("GraphPool.resume()")
+                    if asleep
+                    else errors.PoolError(
+                        "the pool is not asleep",
+                        expected="suspend() before",
+                        advice="suspend() first",
+                    )
+                )
+            gone = () if asleep.restore() else self._replace_memory()
+            self.owner = None
+        if gone:
+            errors.warn_caller(
+                "the pool's memory did not come back after a sleep; its graphs are destroyed, and "
+                f"their batches run eagerly until recapture(): {', '.join(gone)}",
+                errors.GraphsDroppedWarning,
+            )
+        return gone
+
+    def _replace_memory(self) -> tuple[str, ...]:
+        """Destroy all graphs, and capture into other memory from now on; returns their names."""
+        each = ((of.runtime_mode.name, key) for of in self.holders for key in of.entries)
+        names = dict.fromkeys(f"{mode} [{descriptor}]" for mode, descriptor in each)
+        self._keep_streams()
+        self._destroy_graphs(None)
+        lost = self.memory
+        self._use(self.platform.new_memory(), self.platform.new_stream())
+        self.platform.release_memory(lost)
+        return tuple(names)
+
+    def _keep_streams(self) -> None:
+        """Let nobody capture on its streams any more: their scratch memory, such as cuBLAS's, is in
+        memory that may not come back."""
+        for stream in (self.stream, *(stream for _, stream in self.classes.values())):
+            never_destroy(stream)
+
+    @property
+    def asleep(self) -> bool:
+        """Whether it was suspended, and not resumed."""
+        return isinstance(self.owner, Asleep)
+
     @property
     def left_behind(self) -> bool:
         """Whether this process is a child that cannot use the pool: nothing is left to close."""
@@ -557,7 +660,11 @@ class GraphPool(errors.Uncopied):
             # It may synchronise the device, which would break a capture that is open.
             with self.capture_lock, self.on_device():
                 self.streams.follow()
-                self.platform.reset_graphs(graphs)
+                if self.asleep:  # none runs, and a platform may use memory that is not there
+                    for graph in graphs:
+                        graph.reset()
+                else:
+                    self.platform.reset_graphs(graphs)
             for graph in graphs:
                 self.graphs.pop(graph, None)
             self._release_unused()
@@ -625,11 +732,13 @@ class GraphPool(errors.Uncopied):
         if self.left_behind:
             self.closed = True
         elif self.memory is not _GIVEN_BACK:
-            in_turn(self, "GraphPool.close()", self._close)
+            in_last_turn(self, "GraphPool.close()", self._close)
 
     def _close(self) -> None:
+        if self.asleep:
+            self._keep_streams()
         self._destroy_graphs(None)
-        self.closed = True
+        self.closed, self.owner = True, None
         self._leave_step(None)
         with self.capture_lock, self.on_device():
             self.platform.release_memory(self.memory)

@@ -19,7 +19,7 @@ from graphrt.core.batch.descriptor import Batch
 from graphrt.core.capture.refusals import NESTED_CAPTURE
 from graphrt.core.dispatch.reasons import Dispatch
 from graphrt.core.inputs.buffers import InputSlot
-from graphrt.core.replay.pool import in_turn
+from graphrt.core.replay.pool import in_last_turn, in_turn
 from graphrt.core.replay.recording import current_capture, refuse_inside_capture
 
 if TYPE_CHECKING:
@@ -297,17 +297,17 @@ class Runner(Uncopied, Generic[R]):
         if self.pool.left_behind:
             self.graphs.closed = True
         else:
-            self._in_turn(self._close)
+            self._in_turn(self._close, in_last_turn)
         if self.graphs.setup.owns_pool:
             self.pool.close()
         # Last: interrupted before it, a second call does what is left.
         self._is_closed = True
 
-    def _in_turn(self, call: Callable[[], T]) -> T:
+    def _in_turn(self, call: Callable[[], T], turn: Callable[..., T] = in_turn) -> T:
         """Run `call`, which uses or changes the graphs, on the pool's device and in a turn of the
         pool."""
         with self.pool.on_device():
-            return in_turn(self.pool, self.graphs.setup.owner, call)
+            return turn(self.pool, self.graphs.setup.owner, call)
 
     def _close(self) -> None:
         """Destroy the graphs, and mark their table as closed; in a turn of the pool."""

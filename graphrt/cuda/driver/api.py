@@ -20,6 +20,7 @@ INVALID_CONTEXT = 201
 _THREAD_LOCAL = 1
 _INVALIDATED = 2
 _NON_BLOCKING = 1
+_POINTER_MAPPED = 13
 _threads = threading.local()
 
 
@@ -137,6 +138,17 @@ def allocation_of(address: int) -> tuple[int, int] | None:
         ctypes.byref(start), ctypes.byref(size), ctypes.c_ulonglong(address)
     )
     return None if failed else (start.value, start.value + size.value)
+
+
+def is_mapped(address: int) -> bool:
+    """Whether there is memory at an address of a device; True where the driver cannot be asked."""
+    if _library() is None:
+        return True
+    mapped = ctypes.c_ulonglong(0)
+    failed = need().cuPointerGetAttribute(
+        ctypes.byref(mapped), _POINTER_MAPPED, ctypes.c_ulonglong(address)
+    )
+    return not failed and bool(mapped.value)
 
 
 def need() -> ctypes.CDLL:
