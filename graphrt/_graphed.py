@@ -573,21 +573,38 @@ class _AddressedWrites(Watch):  # type: ignore[no-untyped-call]
         Rows of the batch in scratch memory are like those of memory that the forward makes.
         """
         inputs = {tree.storage_key(value) for value in self._given.values()}
-        for ours, theirs in zip_longest(self._addressed, other._addressed):
-            if ours is None:
-                return
-            key, ref, shape = ours.tensor
-            if ref.expired() or key in inputs or self._is_scratch(ours, theirs):
-                continue
-            names = [name for name in ours.deciding if _is_whole(self._given[name])]
-            name = (names or [*ours.deciding])[0]
-            raise InvalidInputError(
-                f"input {name!r} addresses a write into memory that lasts, and padding rows would "
-                "write there too",
-                got=f"no padding of {name!r}, with which {ours.operator} writes",
-                expected="the padding with which rows write nothing live",
-                advice=self._advice({name: ours.deciding[name] for name in names}, shape),
-            )
+        lasting = [
+            ours
+            for ours, theirs in zip_longest(self._addressed, other._addressed)
+            if ours is not None
+            and not (ours.tensor[1].expired() or ours.tensor[0] in inputs)
+            and not self._is_scratch(ours, theirs)
+        ]
+        if not lasting:
+            return
+        first = lasting[0]
+        names = [name for name in first.deciding if _is_whole(self._given[name])]
+        name = (names or [*first.deciding])[0]
+        # The last row of each memory: in the shortest one the longest one's is out of bounds.
+        ends = {
+            name: [each.deciding[name] for each in lasting if name in each.deciding]
+            for name in names
+        }
+        rows = {
+            name: None if None in each else min(row for row in each if row is not None)
+            for name, each in ends.items()
+        }
+        raise InvalidInputError(
+            f"input {name!r} addresses a write into memory that lasts, and padding rows would "
+            "write there too",
+            got=f"no padding of {name!r}, with which {first.operator} writes",
+            expected="the padding with which rows write nothing live",
+            advice=self._advice(
+                rows,
+                first.tensor[2],
+                unlike=any(len({*each}) > 1 for each in ends.values()),
+            ),
+        )
 
     def _is_scratch(self, ours: _Written, theirs: _Written | None) -> bool:
         """Whether a write was into rows of the batch, in memory that the run has filled before; an
@@ -599,8 +616,11 @@ class _AddressedWrites(Watch):  # type: ignore[no-untyped-call]
             and ours.tensor[2] != theirs.tensor[2]
         )
 
-    def _advice(self, rows: Mapping[str, int | None], shape: tuple[int, ...]) -> str:
-        """How to declare the padding of these inputs, which write memory of a `shape`."""
+    def _advice(
+        self, rows: Mapping[str, int | None], shape: tuple[int, ...], *, unlike: bool
+    ) -> str:
+        """How to declare the padding of these inputs, which write memory of a `shape`, or several
+        of `unlike` lengths."""
         if not rows:
             return (
                 "pass the rows to write as an integer input, and say how it is padded: "
@@ -627,7 +647,10 @@ class _AddressedWrites(Watch):  # type: ignore[no-untyped-call]
             return f"{axes}, with for P a value of {names} whose place in the memory is nobody's"
         spare = ", ".join(pad for pad in known if pad != "False")
         larger = "make the memory one row larger, and pad with that row"
-        return f"{axes}, if row {spare} is nobody's; else {larger}"
+        if unlike:
+            larger = f"give all memories one length, and {larger.replace('the memory', 'each')}"
+        in_all = " in all memories" if unlike else ""
+        return f"{axes}, if row {spare} is nobody's{in_all}; else {larger}"
 
 
 _INDEX_AT = {
