@@ -606,22 +606,38 @@ class _AddressedWrites(Watch):  # type: ignore[no-untyped-call]
         Rows of the batch in scratch memory are like those of memory that the forward makes.
         """
         inputs = {tree.storage_key(value) for value in self._given.values()}
-        for ours, theirs in zip_longest(self._addressed, other._addressed):
-            if ours is None:
-                return
-            key, ref, shape = ours.tensor
-            if ref.expired() or key in inputs or self._is_scratch(ours, theirs):
-                continue
-            # Numbers of rows and masks say more than values that were compared.
-            names = sorted(ours.deciding, key=lambda each: not _is_whole(self._given[each]))
-            name = names[0]
-            raise InvalidInputError(
-                f"input {name!r} addresses a write into memory that the model keeps, such as a "
-                "cache; padding rows would write there too",
-                got=f"no padding of {name!r}, with which {ours.operator} writes",
-                expected=f"a value of {name!r} for padding rows that writes over nothing live",
-                advice=self._advice({name: ours.deciding[name] for name in names}, shape),
-            )
+        lasting = [
+            ours
+            for ours, theirs in zip_longest(self._addressed, other._addressed)
+            if ours is not None
+            and not (ours.tensor[1].expired() or ours.tensor[0] in inputs)
+            and not self._is_scratch(ours, theirs)
+        ]
+        if not lasting:
+            return
+        first = lasting[0]
+        # Numbers of rows and masks say more than values that were compared.
+        names = sorted(first.deciding, key=lambda each: not _is_whole(self._given[each]))
+        # The last row of each memory: in the shortest one the longest one's is out of bounds.
+        ends = {
+            name: [each.deciding[name] for each in lasting if name in each.deciding]
+            for name in names
+        }
+        rows = {
+            name: None if None in each else min(row for row in each if row is not None)
+            for name, each in ends.items()
+        }
+        raise InvalidInputError(
+            f"input {names[0]!r} addresses a write into memory that the model keeps, such as a "
+            "cache; padding rows would write there too",
+            got=f"no padding of {names[0]!r}, with which {first.operator} writes",
+            expected=f"a value of {names[0]!r} for padding rows that writes over nothing live",
+            advice=self._advice(
+                rows,
+                first.tensor[2],
+                unlike=any(len({*each}) > 1 for each in ends.values()),
+            ),
+        )
 
     def _is_scratch(self, ours: _Written, theirs: _Written | None) -> bool:
         """Whether a write was into rows of the batch, in memory that the run has filled before; an
@@ -633,8 +649,11 @@ class _AddressedWrites(Watch):  # type: ignore[no-untyped-call]
             and ours.tensor[2] != theirs.tensor[2]
         )
 
-    def _advice(self, rows: Mapping[str, int | None], shape: tuple[int, ...]) -> str:
-        """How to declare the padding of these inputs, which write memory of a `shape`."""
+    def _advice(
+        self, rows: Mapping[str, int | None], shape: tuple[int, ...], *, unlike: bool
+    ) -> str:
+        """How to declare the padding of these inputs, which write memory of a `shape`, or several
+        of `unlike` lengths."""
         has_rows, specs, known = math.prod(shape) > 1, [], []
         has_whole = any(_is_whole(self._given[name]) for name in rows)
         for name, row in rows.items():
@@ -666,7 +685,10 @@ class _AddressedWrites(Watch):  # type: ignore[no-untyped-call]
             return f"{axes}, with for P a value of {names} whose place in the memory is nobody's"
         spare = " and ".join(pad for pad in known if pad != "False")
         larger = "make the memory one longer in that dimension, and pad with the new index"
-        return f"{axes}, if nothing live is at index {spare} of the memory; else {larger}"
+        if unlike:
+            larger = f"give all memories one length, and {larger.replace('the memory', 'each')}"
+        of_which = "all memories" if unlike else "the memory"
+        return f"{axes}, if nothing live is at index {spare} of {of_which}; else {larger}"
 
 
 _INDEX_AT = {

@@ -831,19 +831,6 @@ def test_the_advice_for_host_reads_is_followed_with_the_same_call() -> None:
         assert fast.runner.last_dispatch.mode.name == "PIECEWISE"
 
 
-def test_a_model_of_transformers_that_reads_its_mask_is_advised_to_take_its_host() -> None:
-    """Nobody can mark functions of that library."""
-    transformers: Any = pytest.importorskip("transformers")
-    sizes = dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), 16)
-    config = transformers.BertConfig(num_hidden_layers=1, num_attention_heads=2, **sizes)
-    model = transformers.BertModel(config).eval().requires_grad_(False)
-    ids = torch.randint(16, (4, 8))
-    with pytest.raises(CaptureSyncError) as raised:
-        GRAPHED(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
-    notes = getattr(raised.value, "__notes__", None)  # from Python 3.11 on
-    assert notes is None or any("with_graphs(model)" in each for each in notes)
-
-
 @pytest.mark.parametrize("way", ["the result", "the module"])
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 def test_compiled_modules_are_served_as_the_refusal_of_torch_compile_advises(
@@ -930,3 +917,39 @@ def test_the_verbs_that_messages_advise_are_there() -> None:
     assert torch.equal(fast(rows), model(rows))
     assert fast.report().reasons[Reason.HIT] == 1
     fast.runner.close()
+
+
+@pytest.mark.parametrize("lengths", [(9, 5), (5, 9), (9, 9)], ids=str)
+def test_two_memories_of_unlike_length_are_padded_with_a_row_of_both(
+    lengths: tuple[int, int],
+) -> None:
+    caches = [torch.zeros(length, 4) for length in lengths]
+
+    def forward(new: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        for cache in caches:
+            cache[slots] = new
+        return new * 2
+
+    given = torch.rand(4, 4), torch.arange(4)
+    with pytest.raises(InvalidInputError, match="'slots' addresses a write") as raised:
+        graphrt.graphed(forward, given, platform="cpu")
+    axes = advised(raised.value)
+    assert axes["slots"].pad == min(lengths) - 1
+    assert ("one length" in str(raised.value)) == (lengths[0] != lengths[1])
+    fast = graphrt.graphed(forward, given, axes=axes, platform="cpu")
+    for count in (3, 4, 2):
+        new = torch.rand(count, 4)
+        assert torch.equal(fast(new, torch.arange(count)), new * 2)
+        assert all(torch.equal(cache[:count], new) for cache in caches)
+
+
+def test_a_memory_whose_rows_are_computed_asks_for_a_place_in_each() -> None:
+    flat, pages = torch.zeros(9, 4), torch.zeros(3, 4)
+
+    def forward(new: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        flat[slots] = new
+        pages[slots // 4] = new
+        return new * 2
+
+    with pytest.raises(InvalidInputError, match=r"pad=P\)"):
+        graphrt.graphed(forward, (torch.rand(4, 4), torch.arange(4)), platform="cpu")

@@ -11,6 +11,7 @@ import pytest
 from graphrt.errors import PlatformError
 from graphrt.platforms import Platform, PlatformRegistry, wrapper_class
 from graphrt.testing import PlatformConformance
+from tests.fuzz.running import judge, program_of
 from tests.test_readme import example_with
 
 LEAST = ModuleType("graphrt_least")
@@ -78,3 +79,15 @@ def test_following_the_wrapper_class_advice_fixes_the_platform():
             return f"{__name__}.Own"
 
     assert wrapper_class(Advised()) is Own
+
+
+@pytest.mark.parametrize("number", [9, 22, 51, 97, 98, 103])
+def test_the_add_platform_pages_code_serves_what_the_fuzzer_found_wrong(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensors of inference mode, `out=` and in-place operators that resize or reshape, `item()`."""
+    registry = PlatformRegistry(group=None)
+    registry.register(LEAST)
+    monkeypatch.setattr("graphrt.core.device.registry._default", registry)
+    verdict = judge(program_of(number), "least")
+    assert not verdict.is_defect, verdict

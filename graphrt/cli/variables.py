@@ -20,7 +20,10 @@ VARIABLES = {
     "GRAPHRT_NATIVE": "0 leaves the step in C out",
     "GRAPHRT_PLATFORM": "the current platform",
     "GRAPHRT_PLUGINS": "the installed plugins that may be imported, by name; off: none",
+    "GRAPHRT_SGLANG": "1 lets graphrt capture SGLang's graphs",
     "GRAPHRT_VLLM": "1 lets graphrt capture vLLM's graphs",
+    "GRAPHRT_VLLM_CAPTURE": "while-serving captures most of vLLM's graphs beside its steps",
+    "GRAPHRT_VLLM_CAPTURE_SHARE": "the share of the time that this may take",
     "GRAPHRT_VLLM_REPORT": "a file for the report of each process of vLLM",
     "GRAPHRT_VLLM_ASCEND": "1 lets graphrt capture vllm-ascend's graphs",
 }

@@ -93,13 +93,22 @@ class Agreement:
         # The last third is for finding out which rank is missing.
         self._timeout = timedelta(seconds=timeout_s * 2 / 3)
         self._timeout_s = timeout_s
-        if group is None:
-            group = dist.new_group(backend="gloo", timeout=self._timeout)
         self._abort = tuple(abort)
+        try:
+            if group is None:
+                group = dist.new_group(backend="gloo", timeout=self._timeout)
+            self._heartbeat = Heartbeat(group, timeout_s, self._note_silence)
+        except RuntimeError as error:  # all network errors of torch are of this class
+            raise RankLostError(
+                "the ranks did not come together: one is dead or late",
+                got=error_line(error),
+                expected=f"an Agreement on each rank within {timeout_s:g} s",
+                advice="look for the first error on any rank; if one was only slow to start, a "
+                "barrier of all ranks before, or a larger timeout_s",
+            ) from error
         self._group: Any = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._device = _device_of(group)
-        self._heartbeat = Heartbeat(group, timeout_s, self._note_silence)
         # What all votes of this rank claim to be equal on all ranks.
         self._facts: Facts = {
             "graphrt": [__version__],

@@ -672,7 +672,8 @@ def test_an_error_whose_text_raises_names_the_plugin(call: str) -> None:
             known_platforms.get("bad")
         return
     with pytest.warns(PluginWarning, match="plugin0.*Mute: its __str__"):
-        assert known_platforms.platforms()[0].error
+        assert not known_platforms.platforms()[0].availability.available
+    assert known_platforms.platforms()[0].error
 
 
 def test_an_interrupted_start_names_the_plugin(caplog: pytest.LogCaptureFixture) -> None:

@@ -188,6 +188,13 @@ def test_the_remaining_ranks_raise_and_name_a_lost_rank(
         assert by_rank[rank]["took"] < 3 * TIMEOUT_S
 
 
+def test_a_rank_that_dies_before_its_agreement_is_a_named_error_on_the_others() -> None:
+    case = {"sizes": SIZES, "steps": 1, "timeout_s": TIMEOUT_S, "of_rank": {"0": {"dies": True}}}
+    by_rank = launch(case, 2, lost=(0,), limit_s=60)
+    assert by_rank[1]["error"] == "RankLostError"
+    assert "the ranks did not come together" in by_rank[1]["text"]
+
+
 @pytest.mark.parametrize(
     ("mine", "text"),
     [

@@ -162,6 +162,8 @@ def main(
     plan = dict(case.get("plan", {}))
     mine = case.get("of_rank", {}).get(str(dist.get_rank()), {})
     plan.update(mine.get("plan", {}))
+    if mine.get("dies"):
+        os.kill(os.getpid(), signal.SIGKILL)
     with (
         Agreement(timeout_s=case.get("timeout_s", 20.0), same=mine.get("same")) as agreement,
         GraphRunner(
@@ -180,6 +182,8 @@ def main(
             **plan,
         ) as runner,
     ):
+        # A rank that starts late is none that is lost: under load the first one would give up.
+        dist.barrier(group)
         try:
             LAST[0] = time.monotonic()
             if not case.get("lazy") and "next" not in case:

@@ -27,7 +27,7 @@ from graphrt import (
 from graphrt.core.base.errors import PythonStateError, StateTooLargeError
 from graphrt.trust.reads import ReadSet
 from graphrt.trust.snapshot import StateSnapshot
-from graphrt.trust.warm_up import WarmedUp, WatchedState
+from graphrt.trust.warm_up import MovedSlots, WarmedUp, WatchedState
 from graphrt.trust.watching.padding import PaddingRows
 
 WIDTH = 4
@@ -42,6 +42,7 @@ def watched(
         StateSnapshot("cpu", limit, declared=declared),
         ReadSet(forward, watched=watch),
         {} if warmed_up is None else warmed_up,
+        MovedSlots(),
         is_in_graphs=lambda _: False,
         has_parts=True,
         **{"pad_rows": (), "padding": PaddingRows(), **more},
