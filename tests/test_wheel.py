@@ -16,7 +16,8 @@ from tests.wheels import install
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "graphrt"
-MOST_KIB = 1024
+MOST_KIB = 1100
+"""Of these three engines' adapters take 120."""
 
 
 @pytest.fixture(scope="module")

@@ -149,6 +149,7 @@ def test_300_sizes_under_a_limit_are_right_and_their_memory_stays_level(
     device: str, make: Any, limit: dict[str, int], caplog: pytest.LogCaptureFixture
 ):
     caplog.set_level(logging.INFO, logger="graphrt")
+    device_free(device)  # what `graph_bytes` counts, too
     forward, draw = Forward(device), random.Random(0)
     if not limit:  # of four memories two fit, and half a one
         owner, step = make(forward, graph_bytes=1 << 40)

@@ -14,7 +14,16 @@ from typing import Any
 import pytest
 import torch
 
-from graphrt import GraphOptions, GraphRunner, Host, InputSpec, Reason, current_context, eager_break
+from graphrt import (
+    Dispatch,
+    GraphOptions,
+    GraphRunner,
+    Host,
+    InputSpec,
+    Reason,
+    current_context,
+    eager_break,
+)
 from tests.draws import MORE
 
 sys.path.append(str(Path(__file__).parent.parent / "core"))
@@ -63,7 +72,15 @@ class Served:
                 assert torch.equal(out, torch.full((count, WIDTH), (value * 2 + 1) * 3 + value))
                 dispatch = self.run.last_dispatch
                 assert dispatch is not None
-                assert dispatch.reason is (Reason.TOO_LARGE if count == 9 else Reason.HIT)
+                wanted = Reason.TOO_LARGE if count == 9 else Reason.HIT
+                assert dispatch.reason is wanted or self.is_left_aside(dispatch)
+
+    def is_left_aside(self, dispatch: Dispatch) -> bool:
+        """Whether an interrupted look at the host's changes has put the graph in quarantine, as
+        docs/concepts/pools.md says."""
+        failures = [record.failure or "" for record in self.run.report().trust.trials]
+        looks = [each for each in failures if "a look at what the host has changed" in each]
+        return dispatch.reason is Reason.QUARANTINED and bool(looks)
 
 
 def check_nothing_is_left(pool: Any) -> None:
