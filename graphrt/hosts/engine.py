@@ -1,16 +1,50 @@
-"""For adapters of engines: how far two steps of one batch are apart."""
+"""What adapters of engines do alike: they try graphs inside of steps, and tell of eager steps."""
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import logging
+from collections import Counter
+from typing import Any, NamedTuple
 
 from graphrt.core.base import tree
+from graphrt.trust.compare import rounding_of
+from graphrt.trust.host_watch import described_changes
+from graphrt.trust.verdict import NOT_EAGER, TriedGraph, Verdict
 
-SPREADS = 4
+_SPREADS = 4
 """A graph may differ from an eager run by this many times the difference of two eager runs."""
 
 
-def rows_apart(ours: Any, theirs: Any, rows: slice) -> float:
+class Apart(NamedTuple):
+    """How far a replay is from an eager run of the same step."""
+
+    found: float
+    spread: float
+    """How far two eager runs are from one another."""
+    allowed: float
+
+    @property
+    def fails(self) -> bool:
+        """Whether the replay is further away than is allowed."""
+        return not self.found <= self.allowed
+
+    def __str__(self) -> str:
+        return (
+            f"{self.found:.3g} of the norm of a row; two eager runs differ by {self.spread:.3g}, "
+            f"and {self.allowed:.3g} are allowed"
+        )
+
+
+def apart(replayed: Any, first: Any, last: Any, rows: slice, platform: Any) -> Apart:
+    """Compare the outputs of a replay, and of two eager runs, in the `rows` that are no padding."""
+    spread, found = (_rows_apart(each, last, rows) for each in (first, replayed))
+    dtypes = {tensor.dtype for tensor in tree.tensors(last)}
+    rounding = rounding_of(dtypes, (), platform.float32_precision)
+    return Apart(found, spread, max(_SPREADS * spread, rounding))
+
+
+def _rows_apart(ours: Any, theirs: Any, rows: slice) -> float:
     """The largest difference of two rows, as a part of the norm of the second one. By norms: an
     element of a large channel differs by more than a row's mean square if it is rounded once."""
     largest = 0.0
@@ -22,3 +56,43 @@ def rows_apart(ours: Any, theirs: Any, rows: slice) -> float:
         parts[((a == b) | (a.isnan() & b.isnan())).all(dim=1)] = 0.0
         largest = max(largest, *parts.tolist(), 0.0)
     return largest
+
+
+def verdict_of(
+    outputs: Any, spread: float, to_try: TriedGraph, graph: str, failure: str
+) -> Verdict:
+    """The verdict of a trial whose last eager run had these `outputs`; `failure` is "" or in words
+    how the replay differs."""
+    # One equal step proves little of a change, except of captures of other graphs before.
+    is_doubtful = bool(to_try.changed) and to_try.record.steps > 0
+    verdict = Verdict(outputs, deterministic=not spread, is_doubtful=is_doubtful)
+    if failure:
+        if to_try.changed:
+            failure += f"\n    what changed since the capture: {described_changes(to_try.changed)}"
+        verdict.failure = NOT_EAGER(failure, graph=graph, where="")
+    return verdict
+
+
+def log_trial(log: logging.Logger, graph: str, seconds: float, verdict: Verdict) -> None:
+    """Say what a trial has found."""
+    ms = seconds * 1e3
+    if verdict.failure is None:
+        log.info("graphrt: tried %s in %.1f ms: as eager", graph, ms)
+    else:
+        text = "graphrt: tried %s in %.1f ms: in quarantine, its batches run eagerly. %s"
+        log.error(text, graph, ms, verdict.failure)
+
+
+@functools.cache
+def log_untried(log: logging.Logger, reason: str) -> None:
+    """Say once for each reason why graphs are not tried."""
+    log.warning("graphrt: no graph is tried: %s", reason)
+
+
+def log_eager(log: logging.Logger, counts: Counter[str], reason: str, size: str = "") -> None:
+    """Count a step that ran eagerly for a reason; say so the 1st, 10th, 100th... time."""
+    counts[reason] += 1
+    count = counts[reason]
+    if count == 10 ** (len(str(count)) - 1):
+        times = "" if count == 1 else f", {count} times so far"
+        log.info("graphrt: a step%s ran eagerly, as %s%s", size, reason, times)

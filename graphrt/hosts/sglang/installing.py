@@ -14,9 +14,17 @@ from graphrt.core.base.option_values import shown
 from graphrt.core.batch.modes import graphs_off
 from graphrt.errors import UnsupportedHostError
 from graphrt.hosts.sglang._state import logger, state
-from graphrt.hosts.sglang.backends import breakable_type, full_type
+from graphrt.hosts.sglang.backends import breakable_type, full_type, quarantining
 from graphrt.hosts.sglang.breaks import breaking, marked_functions, marking
-from graphrt.hosts.sglang.versions import BREAKABLE, BREAKS, FULL, MODEL_RUNNER, check, marked_code
+from graphrt.hosts.sglang.versions import (
+    BREAKABLE,
+    BREAKS,
+    DECODE,
+    FULL,
+    MODEL_RUNNER,
+    check,
+    marked_code,
+)
 
 SWITCH = "GRAPHRT_SGLANG"
 
@@ -48,6 +56,7 @@ def install_into_sglang() -> None:
     full = importlib.import_module(FULL).FullCudaGraphBackend
     breakable = importlib.import_module(BREAKABLE).BreakableCudaGraphBackend
     runner = importlib.import_module(MODEL_RUNNER).ModelRunner
+    decode = importlib.import_module(DECODE).DecodeCudaGraphRunner
     try:
         for module, name, marked in list(marked_functions(code)):
             _replace(module, name, breaking(marked))
@@ -55,6 +64,7 @@ def install_into_sglang() -> None:
         _rebind("FullCudaGraphBackend", full, full_type(full))
         _rebind("BreakableCudaGraphBackend", breakable, breakable_type(breakable))
         _replace(runner, "forward", _counting(runner.forward))
+        _replace(decode, "can_run_graph", quarantining(decode.can_run_graph))
     except BaseException:  # an interrupt too leaves SGLang as it was
         uninstall()
         raise
@@ -75,7 +85,9 @@ def _counting(original: Callable[..., Any]) -> Callable[..., Any]:
         output = original(runner, forward_batch, *args, **kwargs)
         if state.has_graphs and not output.can_run_graph:
             mode = forward_batch.forward_mode.name
-            state.fell_back(Reason.NO_GRAPH, f"SGLang found no graph for a batch ({mode})")
+            found_none = Reason.NO_GRAPH, f"SGLang found no graph for a batch ({mode})"
+            state.fell_back(*(state.why_eager or found_none))
+        state.why_eager = None
         return output
 
     return forward

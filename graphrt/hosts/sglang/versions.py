@@ -17,6 +17,7 @@ BREAKABLE = _RUNNER + "runner_backend.breakable_cuda_graph_backend"
 BREAKS = _RUNNER + "runner_backend_utils.breakable_cuda_graph.breakable_cuda_graph"
 CONTEXT = _RUNNER + "forward_context"
 MODEL_RUNNER = _RUNNER + "model_runner"
+DECODE = _RUNNER + "runner.decode_cuda_graph_runner"
 
 _OF_BACKENDS = ("capture_session", "capture_one", "can_run", "replay", "cleanup")
 _NAMES = {
@@ -35,6 +36,10 @@ _NAMES = {
     BREAKS: ("_current_capture_var", "eager_on_graph"),
     CONTEXT: ("forward_context", "get_forward_context", "has_forward_context"),
     MODEL_RUNNER: ("ModelRunner.forward",),
+    DECODE: tuple(
+        f"DecodeCudaGraphRunner.{each}"
+        for each in ("can_run_graph", "_pad_to_bucket", "_capture_graph_size")
+    ),
 }
 _CAPTURE_ONE = ("shape_key", "forward_fn", "capture_inputs", "post_warmup_hook")
 _ARGUMENTS = {
@@ -49,6 +54,7 @@ _ARGUMENTS = {
         "debug_eager",
     ),
     (BREAKS, "eager_on_graph"): ("enable", "capture_stub"),
+    (DECODE, "DecodeCudaGraphRunner._capture_graph_size"): ("bs", "num_tokens"),
 }
 _ATTRIBUTES = {
     (FULL, "FullCudaGraphBackend.capture_one"): {"_device_module", "_tp_group", "_graphs", "_pool"},
@@ -59,6 +65,7 @@ _ATTRIBUTES = {
         "_pool",
         "_shared_output_buffer",
     },
+    (DECODE, "DecodeCudaGraphRunner.load_batch"): {"capture_bs", "captured_req_width"},
 }
 """Names that the code of a function must use: graphrt reads what it has left there."""
 

@@ -32,18 +32,13 @@ from graphrt.core.base import tree
 from graphrt.core.capture.wrapper import GraphWrapper
 from graphrt.core.dispatch.reasons import Dispatch, Reason
 from graphrt.core.replay.entry import Entry
+from graphrt.hosts.engine import apart, log_trial, log_untried, verdict_of
 from graphrt.hosts.vllm._state import state
 from graphrt.hosts.vllm.log import logger
 from graphrt.hosts.vllm.table import FullKey
 from graphrt.trust.checks import Checks
-from graphrt.trust.compare import rounding_of
-from graphrt.trust.host_watch import described_changes
 from graphrt.trust.reads import ReadSet
 from graphrt.trust.trials import WrapperStep
-from graphrt.trust.verdict import NOT_EAGER, Verdict
-
-_SPREADS = 4
-"""A graph may differ from an eager run by this many times the difference of two eager runs."""
 
 _MAMBA = "vllm.model_executor.layers.mamba.abstract"
 
@@ -62,7 +57,7 @@ def why_untried(vllm_config: Any) -> str:
     """Why no graph of this engine is tried, which is logged once; "" if its graphs are."""
     reason = next(_reasons(vllm_config), "")
     if reason:
-        log_untried(reason)
+        log_untried(logger, reason)
     return reason
 
 
@@ -83,12 +78,6 @@ def _reasons(vllm_config: Any) -> Iterator[str]:
         yield "a run changes what it was given by the rank before it (pipeline parallelism)"
     if getattr(vllm_config, "kv_transfer_config", None) is not None:
         yield "each run may send its KV cache (kv_transfer_config)"
-
-
-@functools.cache
-def log_untried(reason: str) -> None:
-    """Say so once for each reason."""
-    logger.warning("graphrt: no graph is tried: %s", reason)
 
 
 class Trials(WrapperTrials):
@@ -166,32 +155,14 @@ class Trials(WrapperTrials):
             state.trying = False
             # What it changes in Python is no change of the host's.
             self._checks.ran_forward()
-        spread, found = (_apart(each, last, slice(0, live)) for each in (first, replayed))
-        dtypes = {tensor.dtype for tensor in tree.tensors(last)}
-        rounding = rounding_of(dtypes, (), device_platform().float32_precision)
-        allowed = max(_SPREADS * spread, rounding)
-        failed_here = not found <= allowed
-        # One equal step proves little of a change, except of captures of other graphs before.
-        is_doubtful = bool(to_try.changed) and to_try.record.steps > 0
-        verdict = Verdict(last, deterministic=not spread, is_doubtful=is_doubtful)
-        if self._fails_anywhere(failed_here):
-            got = (
-                f"{found:.3g} of the norm of a row; two eager runs differ by {spread:.3g}, and "
-                f"{allowed:.3g} are allowed"
-            )
-            if not failed_here:
-                got = f"another rank's graph; this one's by {got}"
-            if to_try.changed:
-                got += f"\n    what changed since the capture: {described_changes(to_try.changed)}"
-            verdict.failure = NOT_EAGER(got, graph=graph, where="")
-        ms = (time.perf_counter() - began) * 1e3
+        found = apart(replayed, first, last, slice(0, live), device_platform())
+        failure = str(found) if self._fails_anywhere(found.fails) else ""
+        if failure and not found.fails:
+            failure = f"another rank's graph; this one's by {found}"
+        verdict = verdict_of(last, found.spread, to_try, graph, failure)
         state.table.row(mode, descriptor).trial = self._checks.records[dispatch.slot]
         _count(graph, "tried" if verdict.failure is None else "quarantined")
-        if verdict.failure is None:
-            logger.info("graphrt: tried %s in %.1f ms: as eager", graph, ms)
-        else:
-            text = "graphrt: tried %s in %.1f ms: in quarantine, its batches run eagerly. %s"
-            logger.error(text, graph, ms, verdict.failure)
+        log_trial(logger, graph, time.perf_counter() - began, verdict)
         self._checks.tried(dispatch.slot, verdict, None)
         return None if verdict.failure is None else last
 
@@ -218,20 +189,6 @@ def _live_tokens() -> int | None:
     each = next(iter(metadata.values()), None) if isinstance(metadata, dict) else metadata
     starts = getattr(each, "query_start_loc", None)
     return None if starts is None else int(starts.max())
-
-
-def _apart(ours: Any, theirs: Any, rows: slice) -> float:
-    """The largest difference of two rows, as a part of the norm of the second one. By norms: an
-    element of a large channel differs by more than a row's mean square if it is rounded once."""
-    largest = 0.0
-    for got, expected in zip(tree.tensors(ours), tree.tensors(theirs), strict=True):
-        a, b = (each[rows].detach().flatten(1).double() for each in (got, expected))
-        parts = (a - b).norm(dim=1) / b.norm(dim=1).clamp_min(1e-30)
-        parts = parts.nan_to_num(nan=float("inf"))
-        # NaN is itself.
-        parts[((a == b) | (a.isnan() & b.isnan())).all(dim=1)] = 0.0
-        largest = max(largest, *parts.tolist(), 0.0)
-    return largest
 
 
 @functools.cache
