@@ -4,13 +4,58 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
+import sys
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from graphrt.core.base import tree
+from graphrt.core.base.option_values import shown
+from graphrt.errors import UnsupportedHostError
 from graphrt.trust.compare import rounding_of
 from graphrt.trust.host_watch import described_changes
 from graphrt.trust.verdict import NOT_EAGER, TriedGraph, Verdict
+
+
+def switched_on(variable: str) -> bool:
+    """Whether an environment variable is 1; raises `UnsupportedHostError` if it is neither that nor
+    0."""
+    value = os.environ.get(variable, "")
+    if value not in ("", "0", "1"):
+        what = f"{variable} has a wrong value"
+        advice = f"{variable}=1"
+        raise UnsupportedHostError(what, got=shown(value), expected="0 or 1", advice=advice)
+    return value == "1"
+
+
+class Replaced:
+    """Names of an engine that graphrt has replaced, and how to put them back."""
+
+    def __init__(self, package: str) -> None:
+        self._package = package
+        self._undo: list[Callable[[], object]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._undo)
+
+    def replace(self, owner: Any, name: str, value: Any) -> None:
+        """Replace one name of a class or module."""
+        self._undo.append(functools.partial(setattr, owner, name, vars(owner)[name]))
+        setattr(owner, name, value)
+
+    def rebind(self, name: str, old: Any, new: Any) -> None:
+        """Replace an object wherever a module of the engine has it by this name."""
+        for module_name, module in list(sys.modules.items()):
+            is_own = module_name.partition(".")[0] == self._package
+            if is_own and vars(module).get(name) is old:
+                self.replace(module, name, new)
+
+    def put_back(self) -> None:
+        """Put all of them back, the last first."""
+        while self._undo:
+            self._undo.pop()()
+
 
 _SPREADS = 4
 """A graph may differ from an eager run by this many times the difference of two eager runs."""

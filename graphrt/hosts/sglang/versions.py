@@ -5,9 +5,16 @@ from __future__ import annotations
 from types import CodeType
 from typing import Any
 
-from graphrt.errors import UnsupportedHostError
-from graphrt.hosts.names import MISSING, find, is_known, missing_arguments, missing_names
+from graphrt.hosts.names import (
+    MISSING,
+    find,
+    missing_arguments,
+    missing_names,
+    missing_uses,
+    refuse,
+)
 
+SWITCH = "GRAPHRT_SGLANG"
 KNOWN = ("0.5.17",)
 """Whose source was read, and whose engine was run with graphrt."""
 
@@ -56,7 +63,7 @@ _ARGUMENTS = {
     (BREAKS, "eager_on_graph"): ("enable", "capture_stub"),
     (DECODE, "DecodeCudaGraphRunner._capture_graph_size"): ("bs", "num_tokens"),
 }
-_ATTRIBUTES = {
+_USES = {
     (FULL, "FullCudaGraphBackend.capture_one"): {"_device_module", "_tp_group", "_graphs", "_pool"},
     (BREAKABLE, "BreakableCudaGraphBackend.capture_one"): {
         "_device_module",
@@ -88,29 +95,9 @@ def _inside(code: CodeType) -> list[CodeType]:
 def check(version: str) -> None:
     """Raise `UnsupportedHostError` for an SGLang that graphrt does not know, or that lacks names,
     which names all of them."""
-    known = ", ".join(KNOWN)
-    advice = "install one of these, or leave GRAPHRT_SGLANG unset for SGLang's own graphs"
-    if not is_known(version, KNOWN):
-        raise UnsupportedHostError(
-            "graphrt does not know this version of SGLang",
-            got=version,
-            expected=known,
-            advice=advice,
-        )
-    missing = [*missing_names(_NAMES), *missing_arguments(_ARGUMENTS)]
-    for (module, name), expected in _ATTRIBUTES.items():
-        function = find(module, name)
-        if function is not MISSING:
-            used = function.__code__.co_names
-            lacking = sorted(expected - set(used))
-            missing += [f"{each!r} in the code of {module}.{name}" for each in lacking]
+    refuse("SGLang", version, KNOWN, SWITCH)
+    missing = [*missing_names(_NAMES), *missing_arguments(_ARGUMENTS), *missing_uses(_USES)]
     mark = find(BREAKS, "eager_on_graph")
     if mark is not MISSING and marked_code(mark) is None:
         missing.append(f"function in {BREAKS}.eager_on_graph that closes over {', '.join(CELLS)}")
-    if missing:
-        raise UnsupportedHostError(
-            f"SGLang {version} is not as graphrt knows it",
-            got="no " + ", no ".join(missing),
-            expected=f"SGLang {known} as it was published",
-            advice=advice,
-        )
+    refuse("SGLang", version, KNOWN, SWITCH, missing)

@@ -402,7 +402,7 @@ def test_the_switch_leaves_sglang_its_own_graphs(variable, sglang, monkeypatch):
 
 def test_an_invalid_value_of_the_sglang_switch_is_refused(sglang, monkeypatch):
     monkeypatch.setenv("GRAPHRT_SGLANG", "yes")
-    with pytest.raises(UnsupportedHostError, match="GRAPHRT_SGLANG is a switch"):
+    with pytest.raises(UnsupportedHostError, match="GRAPHRT_SGLANG has a wrong value"):
         graphrt.hosts.sglang.install()
 
 
