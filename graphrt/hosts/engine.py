@@ -6,15 +6,23 @@ import functools
 import logging
 import os
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
+
+from graphrt import WrapperTrials, current_platform
 from graphrt.core.base import tree
 from graphrt.core.base.option_values import shown
+from graphrt.core.capture.wrapper import GraphWrapper
+from graphrt.core.dispatch.reasons import Dispatch
 from graphrt.errors import UnsupportedHostError
+from graphrt.trust.checks import Checks
 from graphrt.trust.compare import rounding_of
 from graphrt.trust.host_watch import described_changes
+from graphrt.trust.reads import ReadSet
 from graphrt.trust.verdict import NOT_EAGER, TriedGraph, Verdict
 
 
@@ -81,11 +89,11 @@ class Apart(NamedTuple):
         )
 
 
-def apart(replayed: Any, first: Any, last: Any, rows: slice, platform: Any) -> Apart:
+def _apart(replayed: Any, first: Any, last: Any, rows: slice) -> Apart:
     """Compare the outputs of a replay, and of two eager runs, in the `rows` that are no padding."""
     spread, found = (_rows_apart(each, last, rows) for each in (first, replayed))
     dtypes = {tensor.dtype for tensor in tree.tensors(last)}
-    rounding = rounding_of(dtypes, (), platform.float32_precision)
+    rounding = rounding_of(dtypes, (), current_platform().float32_precision)
     return Apart(found, spread, max(_SPREADS * spread, rounding))
 
 
@@ -103,14 +111,11 @@ def _rows_apart(ours: Any, theirs: Any, rows: slice) -> float:
     return largest
 
 
-def verdict_of(
-    outputs: Any, spread: float, to_try: TriedGraph, graph: str, failure: str
-) -> Verdict:
-    """The verdict of a trial whose last eager run had these `outputs`; `failure` is "" or in words
-    how the replay differs."""
+def _verdict(outputs: Any, found: Apart, to_try: TriedGraph, graph: str, failure: str) -> Verdict:
+    """The verdict of a trial whose last eager run had these `outputs`."""
     # One equal step proves little of a change, except of captures of other graphs before.
     is_doubtful = bool(to_try.changed) and to_try.record.steps > 0
-    verdict = Verdict(outputs, deterministic=not spread, is_doubtful=is_doubtful)
+    verdict = Verdict(outputs, deterministic=not found.spread, is_doubtful=is_doubtful)
     if failure:
         if to_try.changed:
             failure += f"\n    what changed since the capture: {described_changes(to_try.changed)}"
@@ -118,7 +123,7 @@ def verdict_of(
     return verdict
 
 
-def log_trial(log: logging.Logger, graph: str, seconds: float, verdict: Verdict) -> None:
+def _log_trial(log: logging.Logger, graph: str, seconds: float, verdict: Verdict) -> None:
     """Say what a trial has found."""
     ms = seconds * 1e3
     if verdict.failure is None:
@@ -141,3 +146,46 @@ def log_eager(log: logging.Logger, counts: Counter[str], reason: str, size: str 
     if count == 10 ** (len(str(count)) - 1):
         times = "" if count == 1 else f", {count} times so far"
         log.info("graphrt: a step%s ran eagerly, as %s%s", size, reason, times)
+
+
+class StepTrials(WrapperTrials):
+    """Trials of an engine's graphs inside of its steps: a replay beside two eager runs of the same
+    step. Live rows may differ by as much as the two eager runs from one another, or as rounding."""
+
+    has_ranks = False
+    """Whether other ranks make the same runs, and would wait for this one."""
+
+    def begin(self, wrapper: GraphWrapper, model: Any) -> None:
+        """Before the first capture: look from now on at what a model leads to."""
+        if self._checks is None and model is not None:
+            options = wrapper.options
+            reads = ReadSet(model, watched=options.checks("capture"))
+            self._checks = Checks(options, reads, wrapper.pool.platform.device_type)
+
+    def compare(
+        self,
+        dispatch: Dispatch,
+        graph: str,
+        runs: Callable[[], tuple[Any, Any, Any]],
+        rows: slice,
+        differs: Callable[[Apart], str],
+        log: logging.Logger,
+    ) -> Verdict | None:
+        """Make the `runs`, the replay first, and log the verdict; None without memory for them.
+        `differs` says in words how the replay differs too much, or ""."""
+        assert self._checks is not None
+        began, to_try = time.perf_counter(), self._checks.graph_to_try(dispatch)
+        try:
+            replayed, first, last = runs()
+        except torch.OutOfMemoryError as error:
+            if self.has_ranks:
+                raise
+            self._checks.cannot_try(dispatch.slot, error)
+            return None
+        finally:
+            # What it changes in Python is no change of the host's.
+            self._checks.ran_forward()
+        found = _apart(replayed, first, last, rows)
+        verdict = _verdict(last, found, to_try, graph, differs(found))
+        _log_trial(log, graph, time.perf_counter() - began, verdict)
+        return verdict

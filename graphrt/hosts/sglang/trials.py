@@ -9,20 +9,17 @@ with the same values; models whose state moves on with each run are not tried.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
 
-from graphrt import GraphOptions, WrapperTrials
+from graphrt import GraphOptions
 from graphrt.core.base import tree
 from graphrt.core.capture.wrapper import GraphWrapper
 from graphrt.core.dispatch.reasons import Dispatch
-from graphrt.hosts.engine import apart, log_trial, log_untried, verdict_of
+from graphrt.hosts.engine import Apart, StepTrials, log_untried
 from graphrt.hosts.sglang._state import logger, state
-from graphrt.trust.checks import Checks
-from graphrt.trust.reads import ReadSet
 from graphrt.trust.trials import WrapperStep
 
 _BATCH = "forward_batch"
@@ -104,7 +101,7 @@ def _why_untried(runner: Any) -> Iterator[str]:
         yield f"{type(model_runner.attn_backend).__name__} has no {METADATA}"
 
 
-class Trials(WrapperTrials):
+class Trials(StepTrials):
     """The trials of one FULL graph."""
 
     def __init__(self, runner: Any) -> None:
@@ -117,35 +114,29 @@ class Trials(WrapperTrials):
         return any(each.failure is not None for each in self.records)
 
     def before_capture(self, wrapper: GraphWrapper) -> None:
-        if self._checks is None:
-            options, model = wrapper.options, self._runner.model_runner.model
-            reads = ReadSet(model, watched=options.checks("capture"))
-            self._checks = Checks(options, reads, wrapper.pool.platform.device_type)
+        self.begin(wrapper, self._runner.model_runner.model)
         super().before_capture(wrapper)
 
     def _try(self, step: WrapperStep, dispatch: Dispatch) -> None:
         forward, key = step.wrapper.runnable, cast(Any, dispatch.descriptor.variant)
         assert self._checks is not None and isinstance(forward, Forward)
-        began = time.perf_counter()
-        to_try = self._checks.graph_to_try(dispatch)
-        try:
+        stale: list[str] = []
+
+        def runs() -> tuple[Any, Any, Any]:
             replayed = step.replay()
-            stale = forward.refill()
-            first, last = (tree.cloned(forward()) for _ in range(2))
-        except torch.OutOfMemoryError as error:
-            self._checks.cannot_try(dispatch.slot, error)
-            return
-        finally:
-            # What it changes in Python is no change of the host's.
-            self._checks.ran_forward()
+            stale.extend(forward.refill())
+            return replayed, tree.cloned(forward()), tree.cloned(forward())
+
+        def differs(found: Apart) -> str:
+            not_filled = (
+                f"\n    SGLang did not fill its inputs {', '.join(stale)} before the replay"
+            )
+            return f"{found}{not_filled if stale else ''}" if stale or found.fails else ""
+
         rows = slice(0, getattr(self._runner, "raw_num_token", None))
-        found = apart(replayed, first, last, rows, step.wrapper.pool.platform)
-        failure = str(found) if stale or found.fails else ""
-        if stale:
-            failure += f"\n    SGLang did not fill its inputs {', '.join(stale)} before the replay"
         graph = f"{dispatch.mode.name} [{key[1].size}]"
-        verdict = verdict_of(last, found.spread, to_try, graph, failure)
-        state.has_failed |= bool(failure)
-        state.row(dispatch.mode, key).trial = self._checks.records[dispatch.slot]
-        log_trial(logger, graph, time.perf_counter() - began, verdict)
-        self._checks.tried(dispatch.slot, verdict, None)
+        verdict = self.compare(dispatch, graph, runs, rows, differs, logger)
+        if verdict is not None:
+            state.has_failed |= verdict.failure is not None
+            state.row(dispatch.mode, key).trial = self._checks.records[dispatch.slot]
+            self._checks.tried(dispatch.slot, verdict, None)
