@@ -31,6 +31,8 @@ _FREE = {**_BREAKABLE, "enable_deterministic_inference": True, "chunked_prefill_
 _CACHED = {**_FREE, "disable_radix_cache": False}
 _NGRAM = {**_FULL, "speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 4}
 _ON = {"GRAPHRT_SGLANG": "1"}
+# With a radix cache SGLang never begins a longer prompt whose chunk is under this: 4096 by default.
+_ALIGNED = {"SGLANG_TRITON_PREFILL_TRUNCATION_ALIGN_SIZE": "256"}
 _CHECKED = {**_ON, "GRAPHRT_CHECK": "first"}
 
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
@@ -55,7 +57,8 @@ VARIABLES: dict[str, dict[str, str]] = {
     "full-graphrt": _ON,
     "breakable-graphrt": _ON,
     "free-graphrt": _ON,
-    "cached-graphrt": _ON,
+    "cached": _ALIGNED,
+    "cached-graphrt": _ON | _ALIGNED,
     "ngram-graphrt": _ON,
     "checked": _CHECKED,
     "defect-slot": {**_CHECKED, "GRAPHRT_BENCH_DEFECT": "slot"},

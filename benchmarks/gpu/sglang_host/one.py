@@ -85,7 +85,10 @@ def _turn(
     eighth is aborted on its way."""
     sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
     if hold:
-        _beside(steps, "hold").write_text(str(len(inputs)))
+        # At once: the scheduler reads it whenever it is there.
+        written = _beside(steps, "hold.new")
+        written.write_text(str(len(inputs)))
+        written.replace(_beside(steps, "hold"))
     if record:
         _beside(steps, "record").touch()
     names = [f"{label} {index}".replace(" ", "-") for index in range(len(inputs))]

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from graphrt import BatchDescriptor, GraphMode, GraphPool, Reason, RunnerReport
+from graphrt.hosts.engine import log_eager
 from graphrt.hosts.vllm.table import Row, Table
 
 # A child of SGLang's: its handlers print it.
@@ -28,6 +29,10 @@ class State:
         self._capturing = False
         self.live: Any = None
         """SGLang's batch of the present step."""
+        self.has_failed = False
+        """Whether a trial of any graph has failed."""
+        self.why_eager: tuple[Reason, str] | None = None
+        """Why the step that begins has no graph, where it is not SGLang's choice."""
 
     def pool(self, handle: Any) -> GraphPool:
         """The pool over a handle of SGLang's: its runners share one."""
@@ -71,11 +76,7 @@ class State:
     def fell_back(self, reason: Reason, text: str) -> None:
         """Count a step that ran eagerly; the log says so the 1st, 10th, 100th... time."""
         self.reasons[reason] += 1
-        self.texts[text] += 1
-        count = self.texts[text]
-        if count == 10 ** (len(str(count)) - 1):
-            times = "" if count == 1 else f", {count} times so far"
-            logger.info("graphrt: a step ran eagerly: %s%s", text, times)
+        log_eager(logger, self.texts, text)
 
     def report(self) -> RunnerReport:
         """What is captured in this process, and how its steps ran."""

@@ -18,6 +18,7 @@ from graphrt import (
     GraphOptions,
     GraphPool,
     KeyedGraphs,
+    Reason,
     current_platform,
     eager_break,
     wrapper_class,
@@ -102,13 +103,12 @@ class _Full(_Backend):
         graph = self._keyed.capture(key, forward)
         self._graphs[shape_key] = graph.replay, state.row(GraphMode.FULL, key), graph.trials
 
-    def can_run(self, forward_batch: Any, shape_key: Any) -> bool:
-        """False for a graph in quarantine: SGLang runs its batches eagerly."""
-        can_run: bool = super().can_run(forward_batch, shape_key)  # type: ignore[misc]
-        if not can_run or self._why_own:
-            return can_run
-        trials = self._graphs[shape_key][2]
-        return trials is None or not trials.has_failed
+    def in_quarantine(self, size: int) -> bool:
+        """Whether a graph of so many requests has failed a trial."""
+        return not self._why_own and any(
+            key.size == size and trials is not None and trials.has_failed
+            for key, (_, _, trials) in self._graphs.items()
+        )
 
     def replay(self, shape_key: Any, static_forward_batch: Any, **kwargs: Any) -> Any:
         if self._why_own:
@@ -197,6 +197,25 @@ def _why_own(runner: Any, backend: Any, options: dict[str, Any]) -> Iterator[str
         yield "it captures on several groups of streams (enable_pdmux)"
     if str(getattr(runner.model_runner, "device", "cuda")) not in ("cuda", "cpu"):
         yield f"it runs on {runner.model_runner.device}"
+
+
+def quarantining(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`DecodeCudaGraphRunner.can_run_graph`: SGLang runs batches of a failed graph eagerly. Its
+    `can_run` of a backend is not asked where batches are padded."""
+
+    @functools.wraps(original)
+    def can_run_graph(runner: Any, forward_batch: Any) -> Any:
+        can_run = original(runner, forward_batch)
+        if can_run and state.has_failed and isinstance(runner.backend, _Full):
+            requests = runner._pad_to_bucket(forward_batch.batch_size, runner.capture_bs)
+            tokens = requests * runner.captured_req_width
+            size = runner._capture_graph_size(bs=requests, num_tokens=tokens)
+            if runner.backend.in_quarantine(size):
+                state.why_eager = Reason.QUARANTINED, f"the graph of {size} is in quarantine"
+                return False
+        return can_run
+
+    return can_run_graph
 
 
 @functools.cache

@@ -9,25 +9,18 @@ with the same values; models whose state moves on with each run are not tried.
 
 from __future__ import annotations
 
-import functools
-import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from graphrt import GraphOptions, WrapperTrials
+from graphrt import GraphOptions
 from graphrt.core.base import tree
 from graphrt.core.capture.wrapper import GraphWrapper
 from graphrt.core.dispatch.reasons import Dispatch
-from graphrt.hosts.engine import SPREADS, rows_apart
+from graphrt.hosts.engine import Apart, StepTrials, log_untried
 from graphrt.hosts.sglang._state import logger, state
-from graphrt.trust.checks import Checks
-from graphrt.trust.compare import rounding_of
-from graphrt.trust.host_watch import described_changes
-from graphrt.trust.reads import ReadSet
 from graphrt.trust.trials import WrapperStep
-from graphrt.trust.verdict import NOT_EAGER, Verdict
 
 _BATCH = "forward_batch"
 
@@ -86,7 +79,7 @@ def trials_of(runner: Any) -> Trials | None:
         return None
     reason = next(_why_untried(runner), "")
     if reason:
-        _log_untried(reason)
+        log_untried(logger, reason)
         return None
     return Trials(runner)
 
@@ -108,12 +101,7 @@ def _why_untried(runner: Any) -> Iterator[str]:
         yield f"{type(model_runner.attn_backend).__name__} has no {METADATA}"
 
 
-@functools.cache
-def _log_untried(reason: str) -> None:
-    logger.warning("graphrt: graphs are not tried: %s", reason)
-
-
-class Trials(WrapperTrials):
+class Trials(StepTrials):
     """The trials of one FULL graph."""
 
     def __init__(self, runner: Any) -> None:
@@ -126,51 +114,29 @@ class Trials(WrapperTrials):
         return any(each.failure is not None for each in self.records)
 
     def before_capture(self, wrapper: GraphWrapper) -> None:
-        if self._checks is None:
-            options, model = wrapper.options, self._runner.model_runner.model
-            reads = ReadSet(model, watched=options.checks("capture"))
-            self._checks = Checks(options, reads, wrapper.pool.platform.device_type)
+        self.begin(wrapper, self._runner.model_runner.model)
         super().before_capture(wrapper)
 
     def _try(self, step: WrapperStep, dispatch: Dispatch) -> None:
-        forward, key = step.wrapper.runnable, dispatch.descriptor.variant
+        forward, key = step.wrapper.runnable, cast(Any, dispatch.descriptor.variant)
         assert self._checks is not None and isinstance(forward, Forward)
-        began = time.perf_counter()
-        to_try = self._checks.graph_to_try(dispatch)
-        try:
+        stale: list[str] = []
+
+        def runs() -> tuple[Any, Any, Any]:
             replayed = step.replay()
-            stale = forward.refill()
-            first, last = (tree.cloned(forward()) for _ in range(2))
-        except torch.OutOfMemoryError as error:
-            self._checks.cannot_try(dispatch.slot, error)
-            return
-        finally:
-            # What it changes in Python is no change of the host's.
-            self._checks.ran_forward()
-        rows = slice(0, getattr(self._runner, "raw_num_token", None))
-        spread, found = (rows_apart(each, last, rows) for each in (first, replayed))
-        dtypes = {tensor.dtype for tensor in tree.tensors(last)}
-        platform = step.wrapper.pool.platform
-        allowed = max(SPREADS * spread, rounding_of(dtypes, (), platform.float32_precision))
-        is_doubtful = bool(to_try.changed) and to_try.record.steps > 0
-        verdict = Verdict(last, deterministic=not spread, is_doubtful=is_doubtful)
-        graph = f"{dispatch.mode.name} {key}"
-        if stale or not found <= allowed:
-            got = (
-                f"{found:.3g} of the norm of a row; two eager runs differ by {spread:.3g}, and "
-                f"{allowed:.3g} are allowed"
+            stale.extend(forward.refill())
+            return replayed, tree.cloned(forward()), tree.cloned(forward())
+
+        def differs(found: Apart) -> str:
+            not_filled = (
+                f"\n    SGLang did not fill its inputs {', '.join(stale)} before the replay"
             )
-            if stale:
-                got += f"\n    SGLang did not fill its inputs {', '.join(stale)} before the replay"
-            if to_try.changed:
-                got += f"\n    what changed since the capture: {described_changes(to_try.changed)}"
-            verdict.failure = NOT_EAGER(got, graph=graph, where="")
-        ms = (time.perf_counter() - began) * 1e3
-        row = state.row(dispatch.mode, key)
-        row.trial = self._checks.records[dispatch.slot]
-        if verdict.failure is None:
-            logger.info("graphrt: tried %s in %.1f ms: as eager", graph, ms)
-        else:
-            text = "graphrt: tried %s in %.1f ms: in quarantine, its batches run eagerly. %s"
-            logger.error(text, graph, ms, verdict.failure)
-        self._checks.tried(dispatch.slot, verdict, None)
+            return f"{found}{not_filled if stale else ''}" if stale or found.fails else ""
+
+        rows = slice(0, getattr(self._runner, "raw_num_token", None))
+        graph = f"{dispatch.mode.name} [{key[1].size}]"
+        verdict = self.compare(dispatch, graph, runs, rows, differs, logger)
+        if verdict is not None:
+            state.has_failed |= verdict.failure is not None
+            state.row(dispatch.mode, key).trial = self._checks.records[dispatch.slot]
+            self._checks.tried(dispatch.slot, verdict, None)

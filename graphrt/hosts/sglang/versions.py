@@ -5,9 +5,16 @@ from __future__ import annotations
 from types import CodeType
 from typing import Any
 
-from graphrt.errors import UnsupportedHostError
-from graphrt.hosts.names import MISSING, find, is_known, missing_arguments, missing_names
+from graphrt.hosts.names import (
+    MISSING,
+    find,
+    missing_arguments,
+    missing_names,
+    missing_uses,
+    refuse,
+)
 
+SWITCH = "GRAPHRT_SGLANG"
 KNOWN = ("0.5.17",)
 """Whose source was read, and whose engine was run with graphrt."""
 
@@ -17,6 +24,7 @@ BREAKABLE = _RUNNER + "runner_backend.breakable_cuda_graph_backend"
 BREAKS = _RUNNER + "runner_backend_utils.breakable_cuda_graph.breakable_cuda_graph"
 CONTEXT = _RUNNER + "forward_context"
 MODEL_RUNNER = _RUNNER + "model_runner"
+DECODE = _RUNNER + "runner.decode_cuda_graph_runner"
 
 _OF_BACKENDS = ("capture_session", "capture_one", "can_run", "replay", "cleanup")
 _NAMES = {
@@ -35,6 +43,10 @@ _NAMES = {
     BREAKS: ("_current_capture_var", "eager_on_graph"),
     CONTEXT: ("forward_context", "get_forward_context", "has_forward_context"),
     MODEL_RUNNER: ("ModelRunner.forward",),
+    DECODE: tuple(
+        f"DecodeCudaGraphRunner.{each}"
+        for each in ("can_run_graph", "_pad_to_bucket", "_capture_graph_size")
+    ),
 }
 _CAPTURE_ONE = ("shape_key", "forward_fn", "capture_inputs", "post_warmup_hook")
 _ARGUMENTS = {
@@ -49,8 +61,9 @@ _ARGUMENTS = {
         "debug_eager",
     ),
     (BREAKS, "eager_on_graph"): ("enable", "capture_stub"),
+    (DECODE, "DecodeCudaGraphRunner._capture_graph_size"): ("bs", "num_tokens"),
 }
-_ATTRIBUTES = {
+_USES = {
     (FULL, "FullCudaGraphBackend.capture_one"): {"_device_module", "_tp_group", "_graphs", "_pool"},
     (BREAKABLE, "BreakableCudaGraphBackend.capture_one"): {
         "_device_module",
@@ -59,6 +72,7 @@ _ATTRIBUTES = {
         "_pool",
         "_shared_output_buffer",
     },
+    (DECODE, "DecodeCudaGraphRunner.load_batch"): {"capture_bs", "captured_req_width"},
 }
 """Names that the code of a function must use: graphrt reads what it has left there."""
 
@@ -81,29 +95,9 @@ def _inside(code: CodeType) -> list[CodeType]:
 def check(version: str) -> None:
     """Raise `UnsupportedHostError` for an SGLang that graphrt does not know, or that lacks names,
     which names all of them."""
-    known = ", ".join(KNOWN)
-    advice = "install one of these, or leave GRAPHRT_SGLANG unset for SGLang's own graphs"
-    if not is_known(version, KNOWN):
-        raise UnsupportedHostError(
-            "graphrt does not know this version of SGLang",
-            got=version,
-            expected=known,
-            advice=advice,
-        )
-    missing = [*missing_names(_NAMES), *missing_arguments(_ARGUMENTS)]
-    for (module, name), expected in _ATTRIBUTES.items():
-        function = find(module, name)
-        if function is not MISSING:
-            used = function.__code__.co_names
-            lacking = sorted(expected - set(used))
-            missing += [f"{each!r} in the code of {module}.{name}" for each in lacking]
+    refuse("SGLang", version, KNOWN, SWITCH)
+    missing = [*missing_names(_NAMES), *missing_arguments(_ARGUMENTS), *missing_uses(_USES)]
     mark = find(BREAKS, "eager_on_graph")
     if mark is not MISSING and marked_code(mark) is None:
         missing.append(f"function in {BREAKS}.eager_on_graph that closes over {', '.join(CELLS)}")
-    if missing:
-        raise UnsupportedHostError(
-            f"SGLang {version} is not as graphrt knows it",
-            got="no " + ", no ".join(missing),
-            expected=f"SGLang {known} as it was published",
-            advice=advice,
-        )
+    refuse("SGLang", version, KNOWN, SWITCH, missing)

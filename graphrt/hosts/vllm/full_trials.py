@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
+from graphrt.hosts.engine import log_untried
 from graphrt.hosts.vllm._state import state
 from graphrt.hosts.vllm.full import FullGraph
-from graphrt.hosts.vllm.trials import log_untried
+from graphrt.hosts.vllm.log import logger
 
 
 class FullTrials:
@@ -40,7 +41,9 @@ class FullTrials:
             finally:
                 self._runner = None
             if runner.supports_mm_inputs:
-                log_untried("a run writes the embeddings that it is given (multimodal, V2 runner)")
+                log_untried(
+                    logger, "a run writes the embeddings that it is given (multimodal, V2 runner)"
+                )
             elif state.to_try is not None and not given.get("dummy_run", False):
                 self._try(runner)
             return result

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import functools
 import importlib
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from graphrt.core.base.option_values import shown
 from graphrt.core.batch.modes import graphs_off
 from graphrt.errors import UnsupportedHostError
+from graphrt.hosts.engine import Replaced, switched_on
 from graphrt.hosts.names import is_known
 from graphrt.hosts.vllm import while_serving
 from graphrt.hosts.vllm._state import state
@@ -43,22 +42,18 @@ from graphrt.hosts.vllm.wrapper import wrapper_type
 
 SWITCH = "GRAPHRT_VLLM"
 
-_undo: list[Callable[[], object]] = []
+_replaced = Replaced("vllm")
+_replace, _rebind = _replaced.replace, _replaced.rebind
 
 
 def asked() -> bool:
-    """Whether GRAPHRT_VLLM is 1; raises `UnsupportedHostError` if it is neither that nor 0."""
-    value = os.environ.get(SWITCH, "")
-    if value not in ("", "0", "1"):
-        raise UnsupportedHostError(
-            f"{SWITCH} has a wrong value", got=shown(value), expected="0 or 1", advice=f"{SWITCH}=1"
-        )
-    return value == "1"
+    """Whether GRAPHRT_VLLM is 1."""
+    return switched_on(SWITCH)
 
 
 def install_into_vllm() -> None:
     """See `graphrt.hosts.vllm.install`."""
-    if _undo:
+    if _replaced:
         return
     vllm = importlib.import_module("vllm")
     check_version(vllm.__version__)
@@ -92,9 +87,11 @@ def install_into_vllm() -> None:
     manager, v2 = _module(V2).CudaGraphManager, _module(V2)
     vision, budgets = _module(ENCODER), _module(ENCODER).EncoderCudaGraphManager
     try:
-        _rebind("graph_capture", _module(PARALLEL), _in_session(_module(PARALLEL).graph_capture))
-        _rebind("CUDAGraphWrapper", _module(WRAPPER), wrapper)
-        _rebind("BreakableCUDAGraphWrapper", _module(BREAKABLE), breakable_type())
+        own_session = _module(PARALLEL).graph_capture
+        _rebind("graph_capture", own_session, _in_session(own_session))
+        _rebind("CUDAGraphWrapper", _module(WRAPPER).CUDAGraphWrapper, wrapper)
+        own_breakable = _module(BREAKABLE).BreakableCUDAGraphWrapper
+        _rebind("BreakableCUDAGraphWrapper", own_breakable, breakable_type())
         _replace(manager, "capture", full.around(manager.capture))
         _replace(v2, "torch", TorchWithGraphs(full.new_graph, full.capturing))
         capture_budget = encoder.around(budgets._capture_budget_graph)
@@ -129,8 +126,7 @@ def install_into_vllm() -> None:
 def uninstall() -> None:
     """Give vLLM its own graphs back: models that are wrapped from now on get vLLM's wrappers."""
     state.serving = False
-    while _undo:
-        _undo.pop()()
+    _replaced.put_back()
 
 
 def _capture_while_serving(manager: Any, share: float) -> None:
@@ -198,17 +194,3 @@ def _close_unused() -> None:
 
 def _module(name: str) -> Any:
     return importlib.import_module(name)
-
-
-def _replace(owner: Any, name: str, value: Any) -> None:
-    old = vars(owner)[name]
-    _undo.append(functools.partial(setattr, owner, name, old))
-    setattr(owner, name, value)
-
-
-def _rebind(name: str, home: Any, new: Any) -> None:
-    """Replace the object `name` of the module `home`, wherever vLLM imported it by this name."""
-    old = getattr(home, name)
-    for module_name, module in list(sys.modules.items()):
-        if module_name.partition(".")[0] == "vllm" and vars(module).get(name) is old:
-            _replace(module, name, new)

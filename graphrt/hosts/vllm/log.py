@@ -7,6 +7,7 @@ from collections import Counter
 from typing import Any
 
 from graphrt import BatchDescriptor, ForwardContext, Reason
+from graphrt.hosts.engine import log_eager
 
 # A child of vLLM's: its handlers print it.
 logger = logging.getLogger("vllm.graphrt")
@@ -69,9 +70,5 @@ class EagerSteps:
             self._note("vLLM found no graph for a batch of its kind", num_tokens)
 
     def _note(self, reason: str, num_tokens: Any = None) -> None:
-        self.counts[reason] += 1
-        count = self.counts[reason]
-        if count == 10 ** (len(str(count)) - 1):
-            size = "" if num_tokens is None else f" ({num_tokens} tokens)"
-            times = "" if count == 1 else f", {count} times so far"
-            logger.info("graphrt: a step%s ran eagerly, as %s%s", size, reason, times)
+        size = "" if num_tokens is None else f" ({num_tokens} tokens)"
+        log_eager(logger, self.counts, reason, size)

@@ -19,31 +19,22 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from graphrt import BatchDescriptor, ForwardContext, GraphMode, GraphOptions, WrapperTrials
-from graphrt import current_platform as device_platform
+from graphrt import BatchDescriptor, ForwardContext, GraphMode, GraphOptions
 from graphrt.core.base import tree
 from graphrt.core.capture.wrapper import GraphWrapper
 from graphrt.core.dispatch.reasons import Dispatch, Reason
 from graphrt.core.replay.entry import Entry
+from graphrt.hosts.engine import Apart, StepTrials, log_untried
 from graphrt.hosts.vllm._state import state
 from graphrt.hosts.vllm.log import logger
 from graphrt.hosts.vllm.table import FullKey
-from graphrt.trust.checks import Checks
-from graphrt.trust.compare import rounding_of
-from graphrt.trust.host_watch import described_changes
-from graphrt.trust.reads import ReadSet
 from graphrt.trust.trials import WrapperStep
-from graphrt.trust.verdict import NOT_EAGER, Verdict
-
-_SPREADS = 4
-"""A graph may differ from an eager run by this many times the difference of two eager runs."""
 
 _MAMBA = "vllm.model_executor.layers.mamba.abstract"
 
@@ -62,7 +53,7 @@ def why_untried(vllm_config: Any) -> str:
     """Why no graph of this engine is tried, which is logged once; "" if its graphs are."""
     reason = next(_reasons(vllm_config), "")
     if reason:
-        log_untried(reason)
+        log_untried(logger, reason)
     return reason
 
 
@@ -85,27 +76,18 @@ def _reasons(vllm_config: Any) -> Iterator[str]:
         yield "each run may send its KV cache (kv_transfer_config)"
 
 
-@functools.cache
-def log_untried(reason: str) -> None:
-    """Say so once for each reason."""
-    logger.warning("graphrt: no graph is tried: %s", reason)
-
-
-class Trials(WrapperTrials):
+class Trials(StepTrials):
     """The trials of one wrapper of vLLM's, or of one FULL graph of its V2 runner."""
 
     def __init__(self, vllm_config: Any) -> None:
         super().__init__()
-        self._has_ranks = vllm_config.parallel_config.tensor_parallel_size > 1
+        self.has_ranks = vllm_config.parallel_config.tensor_parallel_size > 1
         self._model = state.model
 
     def before_capture(self, wrapper: GraphWrapper) -> None:
         if self._skips(wrapper):
             return
-        if self._checks is None and self._model is not None:
-            options = wrapper.options
-            reads = ReadSet(self._model, watched=options.checks("capture"))
-            self._checks = Checks(options, reads, wrapper.pool.platform.device_type)
+        self.begin(wrapper, self._model)
         super().before_capture(wrapper)
 
     def captured(self, wrapper: GraphWrapper, descriptor: BatchDescriptor) -> None:
@@ -114,13 +96,13 @@ class Trials(WrapperTrials):
 
     def _skips(self, wrapper: GraphWrapper) -> bool:
         """Whether these graphs are not tried: pieces, where there are several ranks."""
-        return self._has_ranks and wrapper.runtime_mode is not GraphMode.FULL
+        return self.has_ranks and wrapper.runtime_mode is not GraphMode.FULL
 
     def may_replay(
         self, wrapper: GraphWrapper, entry: Entry, context: ForwardContext, args: Any, kwargs: Any
     ) -> bool:
         checks, slot = self._checks, self._slots.get(entry.descriptor, -1)
-        if not self._has_ranks or checks is None or slot < 0:
+        if not self.has_ranks or checks is None or slot < 0:
             return super().may_replay(wrapper, entry, context, args, kwargs)
         # As there, without a look at Python.
         record = checks.records[slot]
@@ -140,7 +122,7 @@ class Trials(WrapperTrials):
         elif state.in_step:
             # The metadata is known after the step alone: see full_trials.py.
             state.to_try = self, dispatch
-        elif not self._has_ranks:
+        elif not self.has_ranks:
             super()._try(step, dispatch)
 
     def judge(
@@ -150,54 +132,34 @@ class Trials(WrapperTrials):
         outputs of the second run if the graph fails, else None. `live` rows are no padding, None if
         that is unknown. With `strict` a failure is raised."""
         assert self._checks is not None
-        mode, descriptor, began = dispatch.mode, dispatch.descriptor, time.perf_counter()
+        mode, descriptor = dispatch.mode, dispatch.descriptor
         if isinstance(descriptor.variant, FullKey):
             descriptor = descriptor.variant.descriptor
-        graph, to_try = f"{mode.name} [{descriptor}]", self._checks.graph_to_try(dispatch)
-        state.trying = True
-        try:
-            first, last = eager(), eager()
-        except torch.OutOfMemoryError as error:
-            if self._has_ranks:  # which would wait for this one
-                raise
-            self._checks.cannot_try(dispatch.slot, error)
+
+        def runs() -> tuple[Any, Any, Any]:
+            state.trying = True
+            try:
+                return replayed, eager(), eager()
+            finally:
+                state.trying = False
+
+        def differs(found: Apart) -> str:
+            if not self._fails_anywhere(found.fails):
+                return ""
+            return str(found) if found.fails else f"another rank's graph; this one's by {found}"
+
+        graph = f"{mode.name} [{descriptor}]"
+        verdict = self.compare(dispatch, graph, runs, slice(0, live), differs, logger)
+        if verdict is None:
             return None
-        finally:
-            state.trying = False
-            # What it changes in Python is no change of the host's.
-            self._checks.ran_forward()
-        spread, found = (_apart(each, last, slice(0, live)) for each in (first, replayed))
-        dtypes = {tensor.dtype for tensor in tree.tensors(last)}
-        rounding = rounding_of(dtypes, (), device_platform().float32_precision)
-        allowed = max(_SPREADS * spread, rounding)
-        failed_here = not found <= allowed
-        # One equal step proves little of a change, except of captures of other graphs before.
-        is_doubtful = bool(to_try.changed) and to_try.record.steps > 0
-        verdict = Verdict(last, deterministic=not spread, is_doubtful=is_doubtful)
-        if self._fails_anywhere(failed_here):
-            got = (
-                f"{found:.3g} of the norm of a row; two eager runs differ by {spread:.3g}, and "
-                f"{allowed:.3g} are allowed"
-            )
-            if not failed_here:
-                got = f"another rank's graph; this one's by {got}"
-            if to_try.changed:
-                got += f"\n    what changed since the capture: {described_changes(to_try.changed)}"
-            verdict.failure = NOT_EAGER(got, graph=graph, where="")
-        ms = (time.perf_counter() - began) * 1e3
         state.table.row(mode, descriptor).trial = self._checks.records[dispatch.slot]
         _count(graph, "tried" if verdict.failure is None else "quarantined")
-        if verdict.failure is None:
-            logger.info("graphrt: tried %s in %.1f ms: as eager", graph, ms)
-        else:
-            text = "graphrt: tried %s in %.1f ms: in quarantine, its batches run eagerly. %s"
-            logger.error(text, graph, ms, verdict.failure)
         self._checks.tried(dispatch.slot, verdict, None)
-        return None if verdict.failure is None else last
+        return None if verdict.failure is None else verdict.outputs
 
     def _fails_anywhere(self, failed: bool) -> bool:
         """Whether a graph fails on this rank of tensor parallelism, or on another one."""
-        if not self._has_ranks:
+        if not self.has_ranks:
             return failed
         parallel = importlib.import_module("vllm.distributed.parallel_state")
         votes = torch.tensor([int(failed)], dtype=torch.int32, device="cpu")
@@ -218,20 +180,6 @@ def _live_tokens() -> int | None:
     each = next(iter(metadata.values()), None) if isinstance(metadata, dict) else metadata
     starts = getattr(each, "query_start_loc", None)
     return None if starts is None else int(starts.max())
-
-
-def _apart(ours: Any, theirs: Any, rows: slice) -> float:
-    """The largest difference of two rows, as a part of the norm of the second one. By norms: an
-    element of a large channel differs by more than a row's mean square if it is rounded once."""
-    largest = 0.0
-    for got, expected in zip(tree.tensors(ours), tree.tensors(theirs), strict=True):
-        a, b = (each[rows].detach().flatten(1).double() for each in (got, expected))
-        parts = (a - b).norm(dim=1) / b.norm(dim=1).clamp_min(1e-30)
-        parts = parts.nan_to_num(nan=float("inf"))
-        # NaN is itself.
-        parts[((a == b) | (a.isnan() & b.isnan())).all(dim=1)] = 0.0
-        largest = max(largest, *parts.tolist(), 0.0)
-    return largest
 
 
 @functools.cache

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
-from collections.abc import Iterator
-from types import CodeType
 
-from graphrt.errors import UnsupportedHostError
-from graphrt.hosts.names import MISSING, find, is_known, missing_arguments, missing_names
+from graphrt.hosts.names import missing_arguments, missing_names, missing_uses, refuse
 
 KNOWN = ("0.24", "0.33")
 """Whose source was read, and whose own tests were run with graphrt."""
@@ -95,42 +91,14 @@ _USES = {
 
 def check_version(version: str) -> None:
     """Raise `UnsupportedHostError` for a vLLM that graphrt does not know."""
-    if not is_known(version, KNOWN):
-        raise UnsupportedHostError(
-            "graphrt does not know this version of vLLM",
-            got=version,
-            expected=", ".join(f"{known}.*" for known in KNOWN),
-            advice="install one of these, or leave GRAPHRT_VLLM unset for vLLM's own graphs",
-        )
+    refuse("vLLM", version, KNOWN, "GRAPHRT_VLLM")
 
 
 def check_names(version: str, *, while_serving: bool) -> None:
     """Raise `UnsupportedHostError` where vLLM lacks a name, an argument or a call that graphrt
     relies on, which names all of them."""
     arguments = _ARGUMENTS | (_OF_WORKERS if EXECUTOR in sys.modules else {})
-    missing = [*missing_names(_NAMES), *missing_arguments(arguments), *_missing_uses()]
+    missing = [*missing_names(_NAMES), *missing_arguments(arguments), *missing_uses(_USES)]
     if while_serving:
         missing += missing_names(_WHILE_SERVING)
-    if missing:
-        raise UnsupportedHostError(
-            f"vLLM {version} is not as graphrt knows it",
-            got="no " + ", no ".join(missing),
-            expected=f"vLLM {', '.join(f'{known}.*' for known in KNOWN)} as it was published",
-            advice="install one of these, or leave GRAPHRT_VLLM unset for vLLM's own graphs",
-        )
-
-
-def _missing_uses() -> Iterator[str]:
-    for (module, name), expected in _USES.items():
-        function = find(module, name)
-        if function is not MISSING:
-            code = inspect.unwrap(function).__code__
-            missing = sorted(expected - set(_named_in(code)))
-            yield from (f"{each!r} in the code of {module}.{name}" for each in missing)
-
-
-def _named_in(code: CodeType) -> Iterator[str]:
-    yield from (*code.co_names, *code.co_varnames, *code.co_freevars, *code.co_cellvars)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _named_in(constant)
+    refuse("vLLM", version, KNOWN, "GRAPHRT_VLLM", missing)

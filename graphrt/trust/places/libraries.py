@@ -26,6 +26,10 @@ _WITHOUT_MODELS = tuple(f"hosts.transformers.{name}" for name in ("seam", "graph
 its graphs to the KV cache of the sequence under way. The next sequence has another cache, which
 would count as a moved tensor."""
 
+_CONTEXTS_OF_STEPS = "vllm.forward_context", "sglang.srt.model_executor.forward_context"
+"""Modules of engines whose context of a step, with its metadata, is another object at each step. A
+walk that went on would come by SGLang's to all that its scheduler has: 0.3 s at each step."""
+
 _PACKAGES = frozenset({
     "torch_npu", "torchvision", "torchaudio", "numpy", "triton",
     "pluggy", "typing_extensions", "pytest", "_pytest",
@@ -63,8 +67,7 @@ def is_library(module: str, held: dict[str, Any] | None = None) -> bool:
     root, _, rest = module.partition(".")
     if root == "graphrt":
         return rest in _WITHOUT_MODELS or not rest.startswith(_WITH_MODELS)
-    # vLLM's context of a step, with the step's metadata, is another object at each step.
-    if root == "torch" or module == "vllm.forward_context":
+    if root == "torch" or module in _CONTEXTS_OF_STEPS:
         return True
     is_python = root in sys.stdlib_module_names
     if not is_python and root not in _PACKAGES:
