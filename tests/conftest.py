@@ -118,6 +118,14 @@ def frozen_heap() -> Iterator[None]:
     gc.unfreeze()
 
 
+@pytest.fixture(autouse=True)
+def _heap_frozen_by_nobody() -> Iterator[None]:
+    """What a test says of a frozen heap is not said to the next one."""
+    was = recording._frozen_by_host
+    yield
+    recording._frozen_by_host = was
+
+
 def pytest_report_header(start_path: Path) -> list[str]:
     files = sorted(Path(__file__).parent.rglob("test_*.py"))
     left_out = {file: _missing_packages(file) for file in files}

@@ -646,7 +646,9 @@ def test_a_platform_of_misshapen_attributes_is_left_out_with_a_warning(how: str)
         assert known_platforms.current({}).name == "good"
 
 
-@pytest.mark.parametrize("value", [{"capture"}, 3, property(_raises)], ids=["set", "int", "property"])
+@pytest.mark.parametrize(
+    "value", [{"capture"}, 3, property(_raises)], ids=["set", "int", "property"]
+)
 def test_capabilities_that_are_none_are_refused_when_the_platform_starts(value: Any) -> None:
     """Of words instead, every step would run eagerly, and nothing would say why."""
     bad: Any = type("Bad", (StubPlatform,), {"capabilities": value})("bad")

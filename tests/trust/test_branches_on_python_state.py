@@ -124,7 +124,7 @@ LONG = [text_that_gets_long, tuple_that_gets_long, position_in_a_tuple]
 def test_a_forward_that_branches_on_a_changing_python_value_is_named_at_first_trial(make):
     right, ran, said, _ = served(make, STEPS * 5)
     assert right and set(ran) == {Reason.QUARANTINED}
-    assert len(said) == 1 and "moves a Python value and does something else" in said[0]
+    assert len(said) == 1 and "changes a Python value and computes something else" in said[0]
 
 
 def test_a_counting_eager_break_inside_a_full_graph_is_quarantined():
@@ -184,7 +184,7 @@ def test_a_forward_that_branches_on_values_left_by_warm_ups_is_named(make):
     # They put back no list of a captured forward and no object: eager steps are some calls ahead.
     _, ran, said, _ = served(make, STEPS)
     assert set(ran) == {Reason.QUARANTINED}
-    assert len(said) == 1 and "moves a Python value and does something else" in said[0]
+    assert len(said) == 1 and "changes a Python value and computes something else" in said[0]
 
 
 # Right -------------------------------------------------------------------------------------------
