@@ -35,6 +35,7 @@ from graphrt.cpu.graph import TapeGraph
 from graphrt.errors import (
     CaptureError,
     CaptureSealedError,
+    GraphsDroppedWarning,
     InvalidOptionError,
     ResourceExhaustedError,
 )
@@ -308,12 +309,24 @@ def test_the_graph_with_the_fewest_uses_for_each_byte_that_it_frees_goes():
 
 
 @pytest.mark.parametrize("make", [wrapped, keyed])
-def test_bytes_below_the_first_graph_are_an_error_at_the_first_step(make: Any):
-    owner, step = make(Forward("cpu"), graph_bytes=1000)
+def test_bytes_below_the_first_graph_are_one_warning_and_each_call_returns_its_result(
+    make: Any, recwarn: pytest.WarningsRecorder
+):
+    forward = Forward("cpu")
+    owner, step = make(forward, graph_bytes=1000)
+    for size in [4, 4, 5, 4, 6, 5]:
+        assert torch.equal(step(size), forward(forward.input_of(size)))
+        assert owner.pool.bytes() == 0 and sizes_of(owner) == []
+    (warning,) = recwarn
+    assert warning.category is GraphsDroppedWarning and "takes 262144" in str(warning.message)
+    assert owner.limit_report.captures == 3  # a size is not captured again
+
+
+def test_bytes_below_a_key_that_its_host_captures_are_an_error():
+    graphs = KeyedGraphs(GraphPool("cpu"), options=GraphOptions(graph_bytes=1000))
     with pytest.raises(InvalidOptionError, match="takes 262144"):
-        step(4)
-    assert owner.pool.bytes() == 0 and sizes_of(owner) == []
-    assert step(4).shape == (4, WIDTH)  # eagerly: it is not captured again
+        graphs.capture("a", lambda: torch.zeros(1) + 1)
+    assert graphs.pool.bytes() == 0 and not graphs
 
 
 @pytest.mark.parametrize("make", [wrapped, keyed])
@@ -395,6 +408,36 @@ def test_pieces_of_one_step_come_and_go_together():
         assert torch.equal(out, second(first(x)))
         assert sizes_of(pieces[0]) == sizes_of(pieces[1])
     assert pieces[0].limit_report.evictions > 3
+
+
+@pytest.mark.parametrize("mode", [FULL, PIECEWISE])
+@pytest.mark.parametrize("fails_each", [4, 5, 7])
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("most", [3, 8])
+def test_wrappers_of_one_step_keep_in_step_though_the_model_raises_now_and_then(
+    mode: GraphMode, fails_each: int, count: int, most: int
+):
+    pool, options = GraphPool("cpu"), GraphOptions(lazy=True, max_graphs=most)
+    calls, draw = itertools.count(1), random.Random(0)
+    x = {size: torch.zeros(size, WIDTH) for size in range(1, 7)}
+
+    def piece(y: torch.Tensor) -> torch.Tensor:
+        if next(calls) % fails_each == 0:
+            raise Aborted
+        return y * 2 + 1
+
+    pieces = [GraphWrapper(piece, mode, pool=pool, options=options) for _ in range(count)]
+    served = 0
+    for _ in range(500):
+        size = draw.randint(1, 6)
+        y = x[size].copy_(torch.randn(size, WIDTH))
+        with contextlib.suppress(Aborted), forward_context(mode, BatchDescriptor(size)):
+            for each in pieces:
+                y = each(y)
+            assert torch.allclose(y, (x[size] + 1) * 2**count - 1, atol=1e-5)
+            served += 1
+        assert len({tuple(sizes_of(each)) for each in pieces}) == 1
+    assert served > 250 and len(sizes_of(pieces[0])) == min(most, 6)
 
 
 def test_pieces_with_other_limits_than_those_before_them_run_eagerly_behind_a_replay():

@@ -133,7 +133,9 @@ class KeyedGraphs(Uncopied):
             else:
                 wrapper._count_in(self._limit)
                 named = GraphMode.FULL, descriptor
-                graph, outputs = self._limit.capture(named, capture, self._evict, wanted=wanted)
+                graph, outputs = self._limit.capture(
+                    named, capture, self._evict, wanted=wanted, warns=not wanted
+                )
         # After the lock: `pool.on_capture` may wait for another thread that captures.
         if graph.alive and not graph.is_eager:
             self.pool._captured(wrapper, descriptor)

@@ -12,7 +12,12 @@ from math import inf
 from typing import Any, Final, NamedTuple, TypeVar
 
 from graphrt.core.base._undo import Undo, undoing
-from graphrt.core.base.errors import InvalidOptionError, ResourceExhaustedError
+from graphrt.core.base.errors import (
+    GraphsDroppedWarning,
+    InvalidOptionError,
+    ResourceExhaustedError,
+    warn_caller,
+)
 from graphrt.core.base.log import logger
 from graphrt.core.base.texts import counted, size_text
 from graphrt.core.capture.options import GraphOptions
@@ -87,7 +92,7 @@ class GraphLimit:
         return cls(options, pool, ranked) if options is not None and limited else None
 
     def __init__(self, options: GraphOptions, pool: GraphPool, ranked: bool) -> None:
-        self.max_graphs, self.graph_bytes = options.max_graphs, options.graph_bytes
+        self.max_graphs, self.graph_bytes = self.most = options.max_graphs, options.graph_bytes
         if self.graph_bytes is not None and pool.bytes() is None:
             raise InvalidOptionError(
                 "graph_bytes needs a platform that tells the bytes of a pool",
@@ -111,6 +116,7 @@ class GraphLimit:
         self._evicted: dict[CaptureKey, float] = {}
         self._last_swap = -PACE
         self._captures = self._evictions = 0
+        self._has_warned = False
 
     def admits(self, key: CaptureKey) -> bool:
         """Count a step that misses this graph; says whether it is captured now."""
@@ -144,6 +150,7 @@ class GraphLimit:
         *,
         wanted: bool = False,
         shared: bool = False,
+        warns: bool = False,
         agree: Callable[[bool], bool] | None = None,
     ) -> T:
         """Call `capture`, which captures this graph, in the memory of its size. Then `evict` ends
@@ -153,7 +160,8 @@ class GraphLimit:
         One that is `wanted` is not weighed against the uses of others. A `shared` one is captured
         into the pool's own memory. Ranks `agree` on whether one of them lacks bytes.
 
-        Raises `InvalidOptionError` if the first graph of a mode finds no room, and
+        If the first graph of a mode finds no room, one that `warns`, whose call the host has made,
+        does so once, with its result returned. Else that is an `InvalidOptionError`. Raises
         `ResourceExhaustedError` for a wanted one that finds no place.
         """
         self.has_room()
@@ -168,7 +176,7 @@ class GraphLimit:
                 self._evict(key, evict, key)
                 if self.graph_bytes is not None:
                     self._evicted[key] = inf
-                    self._check_first(key, took)
+                    self._check_first(key, took, warns)
                 if wanted:
                     raise ResourceExhaustedError(
                         "the limit of graphs is reached, and no other graph may make room",
@@ -182,15 +190,20 @@ class GraphLimit:
                 self._evict(key, evict, key)
         return result
 
-    def _check_first(self, key: CaptureKey, took: int) -> None:
-        """Raise `InvalidOptionError` if no graph of this mode fits."""
+    def _check_first(self, key: CaptureKey, took: int, warns: bool) -> None:
+        """Raise `InvalidOptionError`, or warn once, if no graph of this mode fits."""
         if all(mode is not key[0] for mode, _ in self._graphs):
-            raise InvalidOptionError(
+            error = InvalidOptionError(
                 "graph_bytes is too small for a single graph",
                 got=f"graph_bytes={self.graph_bytes}, and {_name(key)} takes {took}",
                 expected="room for the largest graph of each mode",
                 advice=f"graph_bytes={2 * took}, or smaller sizes",
             )
+            if not warns:
+                raise error
+            if not self._has_warned:
+                self._has_warned = True
+                warn_caller(f"{error}\nit runs eagerly", GraphsDroppedWarning)
 
     @undoing
     def _measured(

@@ -160,6 +160,7 @@ class CountedGraphs(WrapperGraphs):
 
     def replay(self, entry: Entry, context: ForwardContext) -> Any:
         self.asked.append((context.mode, entry.descriptor))
+        self.pool.pieces.counted = context.token
         return super().replay(entry, context)
 
 
@@ -348,7 +349,8 @@ class GraphWrapper(errors.Uncopied):
     def _miss(self, context: ForwardContext) -> None:
         """Note that a piece runs eagerly: its results are not where later pieces of the step read
         them, so none of these is replayed."""
-        if context.mode is not _FULL and context.token is not None:
+        is_piece = context.mode is not _FULL or self._limit is not None
+        if is_piece and context.token is not None:
             self.pool.pieces.without_graph = context.token
 
     def _capture(self, context: ForwardContext, args: Any, kwargs: Any) -> Any:
@@ -361,9 +363,10 @@ class GraphWrapper(errors.Uncopied):
         allowed = transaction is not None or self._sealing.may_capture
         limit = None if transaction is not None else self._limit
         if allowed and limit is not None and context.descriptor is not None:
-            # Behind a replay of its step nothing is captured: a piece waits for one that captures.
-            is_first = context.token is None or self.pool.pieces.replaying is not context.token
-            allowed = limit.admits((context.mode, context.descriptor)) and is_first
+            # The wrappers of one step keep in step, though an error skipped the counts of some:
+            # behind a replay or an eager call none captures, and behind a capture each does.
+            is_admitted = limit.admits((context.mode, context.descriptor))
+            allowed = self.pool.pieces.follows(context.token, limit.most, is_admitted)
         if context.descriptor is None or not allowed:
             self._eager_calls[self._sealing.miss(context, graphs.entries)] += 1
             self._miss(context)
@@ -375,9 +378,11 @@ class GraphWrapper(errors.Uncopied):
             entry, result = record()
         else:
             key = context.mode, context.descriptor
-            entry, result = limit.capture(key, record, lambda key: self.destroy_graphs(key[1]))
+            entry, result = limit.capture(key, record, self._evict, warns=True)
             if context.descriptor not in graphs.entries:  # it took too much
+                self._miss(context)
                 return result
+            self.pool.pieces.admitted = context.token, limit.most
         entry.compares_next = graphs.checks
         if graphs.trials is not None:
             graphs.trials.captured(self, entry.descriptor)
@@ -414,6 +419,9 @@ class GraphWrapper(errors.Uncopied):
             graphs.clear_buffers()
             if transaction is None:
                 pool.pieces.take_back(context)
+                if self._limit is not None:
+                    self._destroy_captured_in(descriptor, context.token)
+                    self._miss(context)
 
         def run() -> Any:
             drawn = None if lifting.is_on else torch.random.get_rng_state()
@@ -505,6 +513,20 @@ class GraphWrapper(errors.Uncopied):
         graphs: Any = self._graphs
         # Another class, so that replays without a limit are not asked whether they have one.
         graphs.__class__, graphs.asked = CountedGraphs, limit.asked
+
+    def _evict(self, key: CaptureKey) -> None:
+        """Destroy a graph, and those of other wrappers that its step captured: one that is captured
+        alone later would leave its results where the others do not read."""
+        entry = self._graphs.entries.get(key[1])
+        self.destroy_graphs(key[1])
+        if entry is not None:  # an interrupt may have ended its end
+            self._destroy_captured_in(key[1], entry.captured_in)
+
+    def _destroy_captured_in(self, descriptor: BatchDescriptor, token: object) -> None:
+        for holder in self.pool.holders if token is not None else ():
+            # Holders of a host's own have entries of another kind.
+            if getattr(holder.entries.get(descriptor), "captured_in", None) is token:
+                holder.destroy_graphs(descriptor)
 
     def seal(self) -> None:
         """Capture nothing any more: an unseen descriptor runs eagerly, counted, or raises."""

@@ -163,6 +163,10 @@ class PieceSteps:
         # The token of the last step in which a piece ran eagerly: its results are not where its
         # graph would leave them, so the pieces after it are not replayed.
         self.without_graph: object = _NO_STEP
+        # Of wrappers under a limit: the token of the last step that replayed; and that of the last
+        # one that captured, with the limit.
+        self.counted: object = _NO_STEP
+        self.admitted: tuple[object, object] = _NO_STEP, None
         # Outputs that entries hold weakly, by their storage.
         self._loose: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 
@@ -217,6 +221,14 @@ class PieceSteps:
             if holder is not None:
                 holder.destroy_graphs(descriptor)
             captured.pop()
+
+    def follows(self, token: object, limit: object, is_admitted: bool) -> bool:
+        """Whether a wrapper under a limit captures in this step, as those before it did."""
+        if token is None:
+            return is_admitted
+        if any(token is each for each in (self.replaying, self.counted, self.without_graph)):
+            return False
+        return is_admitted or (self.admitted[0] is token and self.admitted[1] == limit)
 
     def hold_loosely(self, aliases: Iterable[torch.Tensor]) -> None:
         """Note outputs of replays, tensors that do not keep their memory alive."""
