@@ -201,6 +201,7 @@ class WatchedState(RunWatch):
         self._kinds.add(kind)
         reads, memory = self.reads, self.state.memory
         watch, result = run()
+        again = watch
         # The first run may define operators that smaller sizes call. To look for them takes
         # milliseconds, and later runs define some only where they call what is not torch's own.
         if is_first or not all(facts_of(op.func).is_aten for op in watch.trace):
@@ -229,15 +230,14 @@ class WatchedState(RunWatch):
                     expected="state that is made and filled before capture()",
                     advice=_advice_on(padding),
                 )
-            self._steady |= again.written().keys()
-        else:
-            self._steady |= watch.written().keys()
+        self._steady |= again.written().keys()
         reads.note(watch, kind)
-        none = WarmedUp(0, watch.trace, writes=False, captured={})
+        # Not the trace of the first run: that made tables, which graphs read.
+        none = WarmedUp(0, again.trace, writes=False, captured={})
         largest = self.warmed_up.get(kind, none)
         # A later session may watch a smaller size than an earlier one.
         if largest.tokens <= tokens:
-            largest = WarmedUp(tokens, watch.trace, largest.writes, {}, watch.scratch_spans())
+            largest = WarmedUp(tokens, again.trace, largest.writes, {}, again.scratch_spans())
         if kind is not None:
             writes = largest.writes or bool(watch.written())
             self.warmed_up[kind] = largest._replace(writes=writes)
@@ -391,7 +391,8 @@ def _filled_once(
     uses = again.uses
     for key, (path, memory) in made.items():
         use = uses.get(key)
-        if use is not None and use.exposed and (memory.from_inputs or use.is_written):
+        is_filled = use is not None and (memory.is_written and use.is_written)
+        if use is not None and use.exposed and (memory.from_inputs or is_filled):
             return f"{path}: {use}"
     first, second = watch.written(), again.written()
     only_first = {
@@ -615,17 +616,15 @@ class _Moves:
         self.note(now)
 
     def note_made(self, watch: Watch, reads: ReadSet) -> dict[int, tuple[str, OwnMemory]]:
-        """The memory that a run made and left in Python, if it computed that from its inputs or
-        wrote it again: key -> (path, memory)."""
+        """The memory that a run made and left in Python: key -> (path, memory)."""
         alive, made = watch.made_alive(), {}
         for place, tensor, key in reads.places().keyed if alive else ():
             if key not in alive:
                 continue
             # Such as a table that is built once: graphs read it even if it is replaced later.
             reads.keep(tensor)
-            if alive[key].from_inputs or alive[key].is_written:
-                made[key] = place.path, alive[key]
-            else:
+            made[key] = place.path, alive[key]
+            if not (alive[key].from_inputs or alive[key].is_written):
                 self.of_weights.add(place.path)
         return made
 

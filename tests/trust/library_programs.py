@@ -283,6 +283,20 @@ holds(
 )
 holds(
     "glance",
+    lambda: np.array([{"scale": 1.0}, None], dtype=object),
+    lambda held: held[0]["scale"],
+    lambda held: held[0].__setitem__("scale", 3.0),
+    "dict in an array of NumPy",
+)
+holds(
+    "glance",
+    lambda: np.array([[[1.0], None]], dtype=object)[:, ::-1],
+    lambda held: held[0][1][0],
+    lambda held: held[0][1].__setitem__(0, 3.0),
+    "list in a view of an array of NumPy",
+)
+holds(
+    "glance",
     lambda: bytearray(b"\x01\x02"),
     lambda held: held[0],
     lambda held: held.__setitem__(0, 3),

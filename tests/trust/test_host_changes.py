@@ -544,6 +544,47 @@ def test_a_graph_unused_during_a_change_is_tried_at_its_next_use() -> None:
     assert steps.reason is Reason.QUARANTINED
 
 
+@pytest.mark.parametrize("after_trials", [False, True])
+@pytest.mark.parametrize("table", [torch.linspace, torch.empty], ids=["table", "scratch"])
+def test_a_change_that_a_forward_with_a_lazy_table_never_reads_costs_no_graph(
+    table: Callable[..., torch.Tensor], after_trials: bool
+) -> None:
+    """The warm-up makes the table; graphs, and all steps, read it."""
+    holder = SimpleNamespace(table=None)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        if holder.table is None:
+            holder.table = table(0, 1, WIDTH) if table is torch.linspace else table(WIDTH)
+        if table is torch.empty:
+            holder.table.fill_(2.0)
+        return x + holder.table
+
+    make = runner_of if after_trials else untried_runner
+    steps = Steps(make(forward), forward)
+    holder.note = None
+    for rows in (4, 2, 4, 2, 4, 2):
+        steps.run(1, rows=rows)
+        assert steps.reason is Reason.HIT
+    assert steps.wrong == []
+
+
+def test_after_a_lazy_table_a_changed_number_is_found_though_results_are_equal() -> None:
+    holder = SimpleNamespace(bound=100.0, table=None)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        if holder.table is None:
+            holder.table = torch.linspace(0, 1, WIDTH)
+        return (x + holder.table).clamp(max=holder.bound)
+
+    runner = runner_of(forward)
+    steps = Steps(runner, forward)
+    steps.run(2, rows=4)
+    holder.bound = 50.0
+    runner.weights_changed()
+    steps.run(2, rows=4)
+    assert steps.reason is Reason.QUARANTINED
+
+
 def test_a_changed_number_of_an_operator_is_found_though_results_are_equal() -> None:
     holder = SimpleNamespace(bound=100.0)
     # Outside of the forward, so that no step moves it.

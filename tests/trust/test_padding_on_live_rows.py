@@ -677,6 +677,14 @@ def test_live_tokens_that_an_eager_step_sends_to_the_spare_row_are_no_owner(pad:
             assert runner.last_dispatch.reason.name == "HIT"
 
 
+@pytest.mark.parametrize("level", ["capture", "always"])
+def test_a_live_row_addressed_by_the_negative_padding_is_named_when_it_is_read(level: str):
+    """As the page on trust says: until then it looks like a rejected draft."""
+    *before, last = served(lambda: by_slots(-1), slots_of(-1, writes=2), check=level)
+    assert all(right and not said for right, said in before)
+    assert "the row is spoilt already" in "".join(last[1])
+
+
 def test_one_live_token_in_the_row_of_the_padding_is_an_owner():
     forward, inputs = by_slots(0, bias=1.0)
     runner = GraphRunner(forward, mode="FULL", sizes=[4], inputs=inputs, platform="cpu")

@@ -872,7 +872,5 @@ def test_a_value_that_grows_past_a_length_after_many_calls_is_named_by_the_first
         return x * 2 if len(model.seen) > 60 else x * 1
 
     runner = runner_of(forward)
-    with pytest.warns(
-        GraphQuarantinedWarning, match="changes a Python value and computes something"
-    ):
+    with pytest.warns(GraphQuarantinedWarning, match="changes a Python value and computes"):
         runner(x=rows(4))

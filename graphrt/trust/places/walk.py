@@ -272,8 +272,6 @@ _MODULE_ATTRIBUTES = frozenset(vars(torch.nn.Module())) - {"training"}
 _default_torch_function: Any = torch.Tensor.__torch_function__
 _SHOWN_KEYS = {str, int, bytes}
 """Types of keys that paths show; of other keys they show the type."""
-_LEAVES = (Kind.ARRAY, Kind.PACKED)
-"""Kinds that are listed and have no slots to read."""
 _CODE = (Kind.FUNCTION, Kind.CLASS, Kind.BOUND, Kind.DESCRIPTOR, Kind.CACHED)
 """Kinds that lead to code, each one hop away from the code that names it: see `_MOST_HOPS`."""
 _MAY_BE_SKIPPED = (Kind.SKIPPED, Kind.CLASS, Kind.BOUND, Kind.IMPORTED)
@@ -509,7 +507,7 @@ class Walk:
             else:
                 self._lists.get(kind, places.slots).append((place, value))
                 # A tensor without attributes, as nearly all are, has no slots to read.
-                is_new = kind not in _LEAVES and id(value) not in self._queued
+                is_new = kind is not Kind.PACKED and id(value) not in self._queued
                 if is_new and (type(value) not in tree.BARE or value.__dict__):
                     self._queued.add(id(value))
                     self._queue.append((value, place, shape, self._hops))
@@ -626,6 +624,16 @@ class Walk:
                 slot = Place(place, f"{{{index}}}", slots.MEMBER, value, each)
             elements.append((slot, each))
         return elements
+
+    def _in_array(self, value: Any, place: Place, shape: Shape) -> PlaceValues:
+        """The objects in an array of NumPy's. The array's bytes show another one in its place."""
+        if not value.dtype.hasobject:
+            return []
+        if value.size > _MOST_PLAIN:
+            self._unread(place, f"has more than {_MOST_PLAIN} values")
+            return []
+        held = enumerate(value.ravel().tolist())
+        return [(Place(place, f".flat[{at}]", FIXED, each), each) for at, each in held]
 
     def _referent(self, value: Any, place: Place, shape: Shape) -> PlaceValues:
         """What a weak reference or a context variable refers to at this moment."""
@@ -914,6 +922,7 @@ def _names_of(of: type) -> frozenset[str]:
 _READERS: dict[Kind, Callable[[Walk, Any, Place, Shape], PlaceValues]] = {
     **dict.fromkeys((Kind.OBJECT, Kind.MODULE, Kind.TENSOR), Walk._attributes),
     Kind.CONTAINER: Walk._contents,
+    Kind.ARRAY: Walk._in_array,
     Kind.REFERENCE: Walk._referent,
     Kind.WRAPPER: Walk._unwrapped,
     Kind.PROXY: Walk._proxied,
