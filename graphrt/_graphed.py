@@ -465,7 +465,10 @@ def _try(
         run(rows)
         run(rows - 1)
 
-    without_gradients(lambda: plain._in_turn(lambda: watch.settle(both)))
+    try:
+        without_gradients(lambda: plain._in_turn(lambda: watch.settle(both)))
+    finally:
+        watch.state.generators.restore()
     for count, other in ((rows, rows - 1), (rows - 1, rows)):
         for writes in calls[count]:
             writes.refuse(calls[other][-1])
