@@ -978,3 +978,15 @@ def test_values_that_the_signature_has_not_are_refused(name: str, value: str) ->
     """A runner has them."""
     with pytest.raises(InvalidOptionError, match=name):
         GRAPHED(lambda x: x * 2, torch.rand(8, 4), **{name: value})
+
+
+def test_a_row_that_is_not_there_is_torchs_own_error() -> None:
+    """As in an eager run: not one of the copy that checks make of the row."""
+    cache = torch.zeros(4, 4)
+    axes = {"at": InputSpec(torch.int64, ("rows",), pad=7)}
+    with pytest.raises(IndexError, match=r"index_copy_\(\): index 7"):
+        graphrt.graphed(
+            lambda x, at: cache.index_copy_(0, at, x)[at],
+            inputs=(torch.ones(4, 4), torch.arange(4)),
+            axes=axes,
+        )
