@@ -33,7 +33,7 @@ from graphrt.core.base.errors import (
     RowsMixedError,
     Uncopied,
 )
-from graphrt.core.base.option_values import check_callable, check_kind, shown
+from graphrt.core.base.option_values import check_callable, check_kind, choice, shown
 from graphrt.core.base.texts import aligned
 from graphrt.core.base.thread_mode import unseen, without_gradients
 from graphrt.core.base.torch_names import runs_hooks
@@ -46,6 +46,8 @@ from graphrt.core.inputs.outputs import OutputLayout
 from graphrt.core.inputs.spec import InputSpec, specs_of
 from graphrt.core.plan.resolution import compiled_in
 from graphrt.core.replay.recording import without_inner_graphs
+from graphrt.core.runner.capture_session import Progress
+from graphrt.core.runner.findings import Look
 from graphrt.core.runner.host import Example, Host
 from graphrt.core.runner.report import GAIN_TITLES, RunnerReport, gain_of
 from graphrt.core.runner.runner import R
@@ -95,9 +97,15 @@ class Graphed(Uncopied, Generic[R]):
         """The model that the graphs are of."""
         return self._model
 
-    def recapture(self) -> None:
-        """Capture all graphs again: see `GraphRunner.recapture`."""
-        self.runner.recapture()
+    def recapture(
+        self, progress: Progress | bool | None = None, *, only_outdated: bool = False
+    ) -> None:
+        """Capture graphs again: see `GraphRunner.recapture`."""
+        self.runner.recapture(progress, only_outdated=only_outdated)
+
+    def look(self) -> Look:
+        """What has changed in Python since the capture: see `GraphRunner.look`."""
+        return self.runner.look()
 
     def weights_changed(self) -> None:
         """Declare that weights were written or replaced: see `GraphRunner.weights_changed`."""
@@ -152,6 +160,8 @@ def graphed(
     check_callable("model", model)
     check_kind("axes", axes, Mapping)
     check_kind("options", options, GraphOptions)
+    choice("clone", "pool")("outputs", outputs)
+    choice("FULL", "PIECEWISE")("mode", mode)
     _refuse_training(model)
     call = _Call(model, inputs)
     device = _device_of(model, call.values)
@@ -243,6 +253,15 @@ class _Call:
                 expected="the tensors that the model is called with",
                 advice="bind the rest: graphed(functools.partial(model, flag=True), ...)",
             )
+        for name, value in flat_of(bound):
+            if value.layout is not torch.strided or value.is_nested or value.is_meta:
+                kind = "nested" if value.is_nested else f"{value.layout} on {value.device}"
+                raise InvalidInputError(
+                    f"input {name!r} has no rows in memory to capture with",
+                    got=kind,
+                    expected="a dense tensor with values",
+                    advice="give such a tensor: value.to_dense(), or torch.zeros(...) on a device",
+                )
 
     def __call__(self, **values: Any) -> Any:
         """Call the model, with its inputs by name."""
@@ -465,7 +484,10 @@ def _try(
         run(rows)
         run(rows - 1)
 
-    without_gradients(lambda: plain._in_turn(lambda: watch.settle(both)))
+    try:
+        without_gradients(lambda: plain._in_turn(lambda: watch.settle(both)))
+    finally:
+        watch.state.generators.restore()
     for count, other in ((rows, rows - 1), (rows - 1, rows)):
         for writes in calls[count]:
             writes.refuse(calls[other][-1])

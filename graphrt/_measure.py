@@ -80,6 +80,7 @@ def _times_of(executor: StepExecutor, undo: Undo, dispatch: Dispatch) -> tuple[f
     assert prepared is not None
     synchronize = graphs.setup.pool.platform.synchronize
     watch = graphs.checks.runs(graphs.setup)
+    undo.later(watch.state.generators.restore)
     undo.later(partial(watch.settle, lambda: None))
     executor.set_updates_aside(undo)
     times: dict[str, list[float]] = {"eager": [], "replay": []}

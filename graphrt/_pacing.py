@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from graphrt.core.base.errors import InvalidOptionError
-from graphrt.core.base.option_values import number_of
+from graphrt.core.base.option_values import number_of, shown
 from graphrt.core.dispatch.reasons import Reason
 from graphrt.core.plan.sizes import CaptureKey
 from graphrt.core.runner.capture_session import CaptureProgress
@@ -61,10 +61,14 @@ def progress_now(graphs: GraphTable) -> CaptureProgress:
 
 def _check_share(graphs: GraphTable, share: float) -> None:
     """Raise `InvalidOptionError` for a share of time that is none, and among ranks."""
-    if not 0 < number_of("share", share, "a share of time") <= 1:
+    try:
+        is_share = 0 < number_of("share", share, "a share of time") <= 1
+    except InvalidOptionError:
+        is_share = False
+    if not is_share:
         raise InvalidOptionError(
             "share= is no share of the time",
-            got=share,
+            got=shown(share),
             expected="more than 0 and at most 1",
             advice="share=0.1",
         )

@@ -953,3 +953,40 @@ def test_a_memory_whose_rows_are_computed_asks_for_a_place_in_each() -> None:
 
     with pytest.raises(InvalidInputError, match=r"pad=P\)"):
         graphrt.graphed(forward, (torch.rand(4, 4), torch.arange(4)), platform="cpu")
+
+
+def test_outdated_graphs_alone_are_captured_again_and_looked_at() -> None:
+    """As by the runner."""
+    fast = graphrt.graphed(lambda x: x * 2, torch.rand(4, 4))
+    fast.recapture(only_outdated=True)
+    assert not fast.look().names
+
+
+@pytest.mark.parametrize("kind", ["meta", "sparse", "csr", "nested"])
+@pytest.mark.filterwarnings("ignore:.*(Sparse CSR|nested tensors)")
+def test_an_input_without_rows_in_memory_is_named(kind: str) -> None:
+    """Values on no device, and other layouts."""
+    x = torch.ones(8, 4)
+    made = {"meta": x.to("meta"), "sparse": x.to_sparse(), "csr": x.to_sparse_csr()}
+    value = made[kind] if kind in made else torch.nested.nested_tensor([x])
+    with pytest.raises(InvalidInputError, match="'x' has no rows in memory"):
+        graphrt.graphed(lambda x: x * 2, value)
+
+
+@pytest.mark.parametrize(("name", "value"), [("outputs", "static"), ("mode", "FULL_AND_PIECEWISE")])
+def test_values_that_the_signature_has_not_are_refused(name: str, value: str) -> None:
+    """A runner has them."""
+    with pytest.raises(InvalidOptionError, match=name):
+        GRAPHED(lambda x: x * 2, torch.rand(8, 4), **{name: value})
+
+
+def test_a_row_that_is_not_there_is_torchs_own_error() -> None:
+    """As in an eager run: not one of the copy that checks make of the row."""
+    cache = torch.zeros(4, 4)
+    axes = {"at": InputSpec(torch.int64, ("rows",), pad=7)}
+    with pytest.raises(IndexError, match=r"index_copy_\(\): index 7"):
+        graphrt.graphed(
+            lambda x, at: cache.index_copy_(0, at, x)[at],
+            inputs=(torch.ones(4, 4), torch.arange(4)),
+            axes=axes,
+        )

@@ -109,3 +109,18 @@ def test_runs_that_wait_for_other_processes_do_not_count() -> None:
     runner.measure()
     (graph,) = runner.report().graphs
     assert not waits and graph.eager_s < 0.01
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_random_numbers_are_put_back(own: bool) -> None:
+    """By `measure()`, and by `graphed`; torch's own generator, and one of the forward's."""
+    generator = torch.Generator().manual_seed(1) if own else torch.default_generator
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x + torch.rand(4, generator=generator)
+
+    was = generator.get_state()
+    fast = graphrt.graphed(forward, torch.rand(8, 4, generator=torch.Generator()))
+    assert torch.equal(was, generator.get_state())
+    fast.measure()
+    assert torch.equal(was, generator.get_state())

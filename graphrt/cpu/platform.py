@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from graphrt.core.base.errors import CaptureError, InvalidOptionError, ResourceExhaustedError
-from graphrt.core.base.option_values import shown
+from graphrt.core.base.option_values import check_kind, shown
 from graphrt.core.base.texts import error_text
 from graphrt.core.capture.wrapper import GraphWrapper
 from graphrt.core.device.contract import (
@@ -55,6 +55,7 @@ class CpuPlatform(Platform):
         them at replays. Without a compiler a `LoopsNotCompiledWarning` says so, and operators are
         replayed one by one."""
         self._max_pool_bytes = max_pool_bytes
+        check_kind("fuse", fuse, bool, optional=False, example="True")
         self._compiler = Compiler() if fuse else None
 
     def availability(self) -> Availability:

@@ -728,6 +728,12 @@ def test_a_capture_that_fails_beside_steps_counts_as_time_and_is_left_out(monkey
     assert [each.descriptor.num_tokens for each in run.capture_next(share=0.5).captured] == [1]
 
 
+@pytest.mark.parametrize("share", [-1, 0, 2, "x"])
+def test_a_share_that_is_none_is_named_with_its_bounds(share):
+    with pytest.raises(InvalidOptionError, match="more than 0 and at most 1"):
+        several().capture_next(share=share)
+
+
 def test_graphs_that_were_released_are_captured_beside_steps_again():
     run = several()
     while run.capture_next(share=1):

@@ -33,6 +33,7 @@ from graphrt.errors import (
     CaptureError,
     CaptureSealedError,
     InvalidBatchError,
+    InvalidOptionError,
     NestedCaptureError,
     PoolBusyError,
     PoolClosedError,
@@ -417,3 +418,12 @@ def test_with_graphs_off_tasks_get_the_updates_of_each_replay(off):
 def test_a_graph_key_that_is_not_hashable_raises():
     with pytest.raises(InvalidBatchError, match="hashable"):
         KeyedGraphs(GraphPool("cpu")).capture([1], made(1))
+
+
+@pytest.mark.parametrize("kind", [0, 3, "a", (1,), object(), set()])
+def test_a_kind_without_weak_references_is_named(kind: object) -> None:
+    """And leaves no graph."""
+    graphs = KeyedGraphs(GraphPool("cpu"))
+    with pytest.raises(InvalidOptionError, match="weak references"):
+        graphs.capture("a", lambda: torch.ones(2), kind=kind)
+    assert not graphs

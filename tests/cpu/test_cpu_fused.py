@@ -18,6 +18,7 @@ from graphrt import GraphOptions, GraphRunner, InputSpec, Reason
 from graphrt.cpu import Arena, CpuPlatform, LoopsNotCompiledWarning, TapeGraph
 from graphrt.cpu.tape import loops
 from graphrt.cpu.tape.fusing import Compiler
+from graphrt.errors import InvalidOptionError
 from tests.draws import MORE
 from tests.models.llama import Llama, step_inputs
 
@@ -330,3 +331,9 @@ def test_a_runner_on_a_fusing_platform_passes_its_trials():
         x = torch.randn(tokens, 8)
         assert torch.equal(served(x=x), forward_of_rows(x))
     assert served.report().reasons[Reason.HIT] == 3
+
+
+@pytest.mark.parametrize("fuse", ["yes", 1, None])
+def test_fuse_is_true_or_false(fuse):
+    with pytest.raises(InvalidOptionError, match="fuse=True"):
+        CpuPlatform(fuse=fuse)

@@ -450,3 +450,27 @@ def test_a_model_of_no_transformers_is_told_where_pieces_are_asked_for() -> None
     with pytest.raises(CaptureSyncError) as raised:
         graphed(lambda x: x * 2 if x.sum() > 0 else x, torch.ones(4, 2))
     assert any("given to a GraphRunner" in note for note in raised.value.__notes__)
+
+
+@pytest.mark.parametrize(("family", "most"), [("bert", 32), ("roberta", 30)])
+def test_texts_above_the_models_positions_are_named(family: str, most: int) -> None:
+    """RoBERTa's positions begin behind the index of padding."""
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size"), 16)
+    config = transformers.AutoConfig.for_model(
+        family,
+        vocab_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=32,
+        **sizes,
+    )
+    model = transformers.AutoModel.from_config(config).eval()
+    with pytest.raises(InvalidOptionError, match=f"(?s)positions.*max_len={most}"):
+        with_graphs(model, max_batch=1, max_len=most + 1, strict=True)
+    with_graphs(model, max_batch=1, max_len=most, strict=True)
+
+
+def test_masks_on_device_names_itself() -> None:
+    """Where it is given another model."""
+    with pytest.raises(InvalidOptionError, match=r"masks_on_device\(\) takes a model"):
+        masks_on_device(torch.nn.Linear(2, 2))

@@ -10,7 +10,14 @@ from weakref import WeakKeyDictionary
 
 from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base.errors import CaptureError, CaptureSealedError, NestedCaptureError, Uncopied
-from graphrt.core.base.option_values import MOST, check_callable, check_hashable, check_kind, shown
+from graphrt.core.base.option_values import (
+    MOST,
+    check_callable,
+    check_hashable,
+    check_kind,
+    refused,
+    shown,
+)
 from graphrt.core.batch.context import CaptureTransaction, ForwardContext
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode, graphs_off
@@ -101,6 +108,12 @@ class KeyedGraphs(Uncopied):
         makes room; `ResourceExhaustedError` where none may.
         """
         check_callable("forward", forward)
+        try:
+            self._kinds.get(self if kind is None else kind)
+        except TypeError as cause:
+            expected = "an object that weak references can be made to, and that can be hashed"
+            advice = "kind=model, or another object of a class of yours"
+            raise refused("kind= is no such object", kind, expected, advice) from cause
         return self._capture(key, forward, wanted=True, kind=kind)[0]
 
     def _descriptor(self, key: Hashable) -> BatchDescriptor:

@@ -18,7 +18,13 @@ import torch
 
 from graphrt import GraphOptions, Reason
 from graphrt.core.base.log import logger
-from graphrt.errors import CaptureError, GraphRTError, ResourceExhaustedError, VerificationError
+from graphrt.errors import (
+    CaptureError,
+    GraphRTError,
+    InvalidOptionError,
+    ResourceExhaustedError,
+    VerificationError,
+)
 from graphrt.hosts.transformers.buckets import Buckets, check_encoder, masks_of
 from graphrt.hosts.transformers.reports import ModelReport
 from graphrt.hosts.transformers.seam import NO_GRAPHS, Seam
@@ -77,11 +83,29 @@ class EncoderGraphs(Seam):
                 self.buckets = make(mask=mask)
                 return
             except Exception as error:
+                self._refuse_length(error)
                 # The model makes another mask, or reads its mask differently: try the next maker.
                 if mask is None or not _may_come_of_a_mask(error):
                     raise
                 name = type(self.model).__name__
                 logger.info("%s is captured with another mask: %s", name, error)
+
+    def _refuse_length(self, error: Exception) -> None:
+        """Raise `InvalidOptionError` for an error of texts longer than the model's positions."""
+        counts = [
+            # RoBERTa's begin behind the index of padding.
+            each.num_embeddings - (-1 if each.padding_idx is None else each.padding_idx) - 1
+            for name, each in self.model.named_modules()
+            if "position_embedding" in name and isinstance(each, torch.nn.Embedding)
+        ]
+        length = self.lengths[-1]
+        if isinstance(error, IndexError | RuntimeError) and length > min(counts, default=length):
+            raise InvalidOptionError(
+                "max_len is above the number of the model's positions",
+                got=length,
+                expected=f"at most {min(counts)}",
+                advice=f"max_len={min(counts)}",
+            ) from error
 
     def _release(self) -> None:
         if self.buckets is not None:

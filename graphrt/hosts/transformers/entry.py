@@ -117,7 +117,7 @@ def _graphs_for(
 
 def without_graphs(model: Model) -> Model:
     """Give a model its own methods back, and the memory of its graphs to the device."""
-    graphs = _target(model).__dict__.pop(_ATTRIBUTE, None)
+    graphs = _target(model, "without_graphs").__dict__.pop(_ATTRIBUTE, None)
     if graphs is not None:
         graphs.uninstall()
     return model
@@ -134,7 +134,7 @@ def masks_on_device(model: Model) -> Model:
     for another attention.
     """
     check_transformers()
-    target = _target(model)
+    target = _target(model, "masks_on_device")
     from graphrt.hosts.transformers.attention import keep_masks
 
     keep_masks(target)
@@ -144,7 +144,8 @@ def masks_on_device(model: Model) -> Model:
 def graphs_of(model: Any) -> Any:
     """The graphs of a model that `with_graphs` was called with, `ModelGraphs` or `EncoderGraphs`;
     raises `InvalidOptionError` for any other."""
-    graphs: ModelGraphs | EncoderGraphs | None = _target(model).__dict__.get(_ATTRIBUTE)
+    target = _target(model, "graphs_of")
+    graphs: ModelGraphs | EncoderGraphs | None = target.__dict__.get(_ATTRIBUTE)
     if graphs is None:
         raise InvalidOptionError(
             "the model has no graphs",
@@ -155,12 +156,13 @@ def graphs_of(model: Any) -> Any:
     return graphs
 
 
-def _target(model: Any) -> Any:
-    """The model of transformers; of a PEFT model the one below its adapters."""
+def _target(model: Any, caller: str = "with_graphs") -> Any:
+    """The model of transformers that `caller` was given; of a PEFT model the one below its
+    adapters."""
     target = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not hasattr(target, "main_input_name") or not hasattr(target, "config"):
         raise InvalidOptionError(
-            "with_graphs() takes a model of transformers",
+            f"{caller}() takes a model of transformers",
             got=type(model).__name__,
             expected="a PreTrainedModel, or a PEFT model over one",
             advice="AutoModelForCausalLM.from_pretrained(...)",

@@ -217,7 +217,11 @@ class SavedWrites:
                 self._protected.append(protection_check(tensor, str(use), note))
                 saved.append(WHOLE.at)
             return
-        region = Region(tensor, rows or WHOLE, use, source)
+        try:
+            region = Region(tensor, rows or WHOLE, use, source)
+        except IndexError:
+            # A row that is not there: the operator's own error is to be raised, not ours.
+            return self._save(tensor, None, use, saved, source)
         self.bytes += region.was.nbytes
         if self.bytes > self.limit:
             got = f"{self.bytes} bytes, the last of them {use}"
