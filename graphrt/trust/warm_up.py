@@ -136,7 +136,7 @@ class WatchedState(RunWatch):
         if largest is not None and largest.tokens >= tokens and is_saved:
             watch = self._write_watch(moves, tokens)
             result = watch.around(calls())
-            has_left = moves.holds_new(moves.of_each | moves.of_weights)
+            has_left = moves.holds_new(moves.of_each)
             moves.note()
             if not moves.has_moved or (watch.written <= self._steady and not has_left):
                 return result
@@ -224,6 +224,8 @@ class WatchedState(RunWatch):
             padding = _filled_once(made, watch, again, run, reads)
             if padding is not None:
                 self.state.python.restore()
+                # Else the next session, as of `capture_next`, finds state that is there before it.
+                moves.namespaces.take_back()
                 raise PythonStateError(
                     "the first call of the forward made or filled memory, and later calls read it; "
                     "a capture runs on padding, so its graph would start from wrong state",
