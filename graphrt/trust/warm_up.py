@@ -136,10 +136,11 @@ class WatchedState(RunWatch):
         if largest is not None and largest.tokens >= tokens and is_saved:
             watch = self._write_watch(moves, tokens)
             result = watch.around(calls())
+            has_left = moves.holds_new(moves.of_each)
             moves.note()
-            if not moves.has_moved or watch.written <= self._steady:
+            if not moves.has_moved or (watch.written <= self._steady and not has_left):
                 return result
-            # It may have filled a table for this size, once for all.
+            # It may have filled a table for this size, once for all, or made state of its own.
             self.restore()
             moves.take_back()
         addresses = frozenset(each.untyped_storage().data_ptr() for each in inputs.values())
@@ -219,10 +220,13 @@ class WatchedState(RunWatch):
             # anything before.
             memory.restore(left)
             again, result = run()
+            moves.of_each |= moves.paths
             reads.note(again, kind)
             padding = _filled_once(made, watch, again, run, reads)
             if padding is not None:
                 self.state.python.restore()
+                # Else the next session, as of `capture_next`, finds state that is there before it.
+                moves.namespaces.take_back()
                 raise PythonStateError(
                     "the first call of the forward made or filled memory, and later calls read it; "
                     "a capture runs on padding, so its graph would start from wrong state",
@@ -519,6 +523,10 @@ class _Moves:
     known: MovedSlots
     of_parts: set[int] = field(default_factory=set)
     """Indices of the slots that eager parts have changed: put back even if that was once."""
+    of_each: set[str] = field(default_factory=set)
+    """Paths of the slots that the second run of a size changed too: each call does."""
+    paths: set[str] = field(default_factory=set)
+    """Paths of the slots that the last run has changed."""
     has_moved: bool = False
     """Whether the last run has changed a slot, or made one."""
     is_new: bool = False
@@ -584,10 +592,12 @@ class _Moves:
         self.python.restore(self._last)
         return self._is_changed
 
-    def holds_new(self) -> bool:
-        """Whether the run under way has put anything but plain values into Python."""
+    def holds_new(self, besides: Collection[str] = ()) -> bool:
+        """Whether the run under way has put anything but plain values into Python, `besides` that
+        at these paths."""
         moved = self._moved(self.python.take())
-        return self.namespaces.have_grown() or not all(map(is_plain, moved.values()))
+        new = (value for path, value in moved.items() if path not in besides)
+        return self.namespaces.have_grown() or not all(map(is_plain, new))
 
     def note(self, now: Sequence[Any] | None = None) -> None:
         """A run is over, or a capture, after which the values are those of `now`: count the slots
@@ -599,6 +609,7 @@ class _Moves:
         for at in moved:
             if now is None or self._counts[at]:
                 self._counts[at] += 2 if self.is_captured else 1
+        self.paths = {self.python.slots[at].path for at in moved}
         self.has_moved |= bool(moved) or self.namespaces.have_grown()
 
     def note_capture(self, kind: Hashable, *, is_tried: bool) -> None:

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from graphrt import Reason
+from graphrt import GraphRunner, Reason
 from graphrt.errors import PythonStateError
-from tests.trust.test_python_state import LEVELS, WIDTH, rows, runner_of, served
+from tests.trust.test_python_state import LEVELS, WIDTH, X, rows, runner_of, served
 
 Fill = Callable[[torch.Tensor, torch.Tensor], object]
 Forward = Callable[[torch.Tensor], torch.Tensor]
@@ -222,3 +222,136 @@ def test_state_written_by_every_second_call_is_put_back_after_capture():
 
     runner_of(forward)
     assert sums.item() == 0
+
+
+def at_small_sizes(part: Forward) -> Forward:
+    return lambda x: part(x) if len(x) <= 2 else x * 2
+
+
+def small_sum_in_an_attribute() -> Forward:
+    model = SimpleNamespace(sum=None)
+
+    def part(x: torch.Tensor) -> torch.Tensor:
+        if model.sum is None:
+            model.sum = torch.zeros(WIDTH)
+        model.sum.add_(1)
+        return x + model.sum
+
+    return at_small_sizes(part)
+
+
+def small_sum_in_a_new_attribute() -> Forward:
+    model = SimpleNamespace()
+
+    def part(x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(model, "sum"):
+            model.sum = torch.zeros(WIDTH)
+        model.sum.add_(1)
+        return x + model.sum
+
+    return at_small_sizes(part)
+
+
+def small_scale_in_a_dict() -> Forward:
+    kept: dict[str, torch.Tensor] = {}
+
+    def part(x: torch.Tensor) -> torch.Tensor:
+        if "row" not in kept:
+            kept["row"] = x[:1].clone()
+        return x + kept["row"]
+
+    return at_small_sizes(part)
+
+
+def small_sum_in_a_list() -> Forward:
+    kept: list[torch.Tensor] = []
+
+    def part(x: torch.Tensor) -> torch.Tensor:
+        if not kept:
+            kept.append(torch.zeros(WIDTH))
+        kept[0].add_(1)
+        return x + kept[0]
+
+    return at_small_sizes(part)
+
+
+def small_scale_in_a_closure() -> Forward:
+    scale = None
+
+    def part(x: torch.Tensor) -> torch.Tensor:
+        nonlocal scale
+        if scale is None:
+            scale = x.amax(0)
+        return x + scale
+
+    return at_small_sizes(part)
+
+
+def sum_of_two_rows_in_memory_made_per_size() -> Forward:
+    model = SimpleNamespace(sum=None)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        if model.sum is None or len(model.sum) != len(x):
+            model.sum = torch.zeros(len(x), WIDTH)
+        if len(x) == 2:
+            model.sum.add_(1)
+        return x + model.sum
+
+    return forward
+
+
+SMALL = [
+    small_sum_in_an_attribute,
+    small_sum_in_a_new_attribute,
+    small_scale_in_a_dict,
+    small_sum_in_a_list,
+    small_scale_in_a_closure,
+    sum_of_two_rows_in_memory_made_per_size,
+]
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+@pytest.mark.parametrize("make", SMALL)
+def test_state_that_smaller_sizes_alone_make_is_refused_by_name(make, mode):
+    with pytest.raises(PythonStateError, match="first call of the forward made or filled"):
+        runner_of(make(), mode=mode, sizes=[1, 2, 4, 8])
+
+
+@pytest.mark.parametrize("make", SMALL)
+def test_state_that_smaller_sizes_alone_make_is_refused_in_sessions_of_one_graph(make):
+    inputs, sizes = {"x": X}, [1, 2, 4, 8]
+    runner = GraphRunner(make(), mode="FULL", inputs=inputs, sizes=sizes, platform="cpu")
+    with pytest.raises(PythonStateError, match="first call of the forward made or filled"):
+        while runner.capture_next():
+            pass
+
+
+def workspaces_of_small_sizes() -> Forward:
+    spaces: dict[int, torch.Tensor] = {}
+
+    def part(x: torch.Tensor) -> torch.Tensor:
+        space = spaces.setdefault(len(x), torch.zeros_like(x))
+        torch.mul(x, 3, out=space)
+        return space + 1
+
+    return at_small_sizes(part)
+
+
+def tables_of_small_sizes() -> Forward:
+    tables: dict[int, torch.Tensor] = {}
+
+    def part(x: torch.Tensor) -> torch.Tensor:
+        if len(x) not in tables:
+            table = torch.zeros(WIDTH)
+            table[2] = len(x)
+            tables[len(x)] = table.add_(1)
+        return x + tables[len(x)]
+
+    return at_small_sizes(part)
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+@pytest.mark.parametrize("make", [workspaces_of_small_sizes, tables_of_small_sizes])
+def test_workspaces_and_tables_that_smaller_sizes_alone_make_are_right(make, mode):
+    right, ran, said, _ = served(make, (4, 2, 1, 8, 2, 1), "always", mode=mode, sizes=[1, 2, 4, 8])
+    assert right and set(ran) == {Reason.HIT} and not said
