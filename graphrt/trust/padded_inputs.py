@@ -56,13 +56,16 @@ def unused_addresses(declared: DeclaredInputs, values: Mapping[str, Any]) -> lis
 
 
 def differing(
-    declared: DeclaredInputs, values: Mapping[str, Any], axes: Collection[str]
+    declared: DeclaredInputs,
+    values: Mapping[str, Any],
+    axes: Collection[str],
+    lengths: Collection[int] = (),
 ) -> Differing:
     """For each of these axes the inputs of which a trial of this step can show something.
 
     An input with a live row unlike its padding can show that rows are mixed. An integer input
     with a live row equal to its padding can show, if it is an address, that padding writes
-    live memory. Waits for the device.
+    live memory: of memory of one of these `lengths` -1 is the last row. Waits for the device.
     """
     names: dict[str, set[str]] = {axis: set() for axis in axes}
     for name, value in flat_of(values):
@@ -75,7 +78,10 @@ def differing(
             check_value(name, spec, value, None)
             if value.numel() and _differs(value, spec, dim):
                 names[axis.counts].add(name)
-            if _may_address(spec) and bool((value == spec.pad_value).any()):
+            pads = {spec.pad_value}
+            if _may_address(spec) and spec.pad_value.real < 0:
+                pads |= {int(spec.pad_value.real) % length for length in lengths}
+            if _may_address(spec) and any(bool((value == pad).any()) for pad in pads):
                 names[axis.counts].add(_IS_PADDING.format(name))
     return {axis: frozenset(each) for axis, each in names.items()}
 

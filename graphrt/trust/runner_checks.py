@@ -216,7 +216,10 @@ class RunnerChecks(Checks):
             padded.append("tokens")
         if "reqs" in awaited and reqs_of(inputs, step.batch, step.values) < prepared.reqs:
             padded.append("reqs")
-        return padded_inputs.differing(inputs.declared, step.values, padded) if padded else None
+        if not padded:
+            return None
+        lengths = self.padding.lengths()
+        return padded_inputs.differing(inputs.declared, step.values, padded, lengths)
 
     @undoing
     def _try(self, undo: Undo, runs: StepRuns, *, undone: bool = False) -> Verdict:

@@ -696,3 +696,38 @@ def test_one_live_token_in_the_row_of_the_padding_is_an_owner():
         for step in (long, decode) * 3:
             runner(**step)
     assert any("padding writes state" in str(each.message) for each in said)
+
+
+@pytest.mark.parametrize("pad", [-1, 8])
+def test_a_negative_padding_of_undeclared_indices_is_tried_at_the_row_that_it_names(pad: int):
+    """-1 is row 8 of one cache and row 16 of the other: padding writes over a live 8."""
+
+    class Two(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("k", torch.zeros(9, 4))
+            self.register_buffer("v", torch.zeros(17, 4))
+
+        def forward(self, x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+            self.k[slots] = x
+            self.v[slots] = x * 2
+            return self.k[slots] + self.v[slots]
+
+    specs = {
+        "x": InputSpec(torch.float32, ("tokens", 4)),
+        "slots": InputSpec(torch.int64, ("tokens",), pad=pad),
+    }
+    model, twin = Two(), Two()
+    runner = GraphRunner(model, mode="FULL", sizes=[1, 2, 4], inputs=specs, platform="cpu")
+    runner.capture()
+    draw = torch.Generator().manual_seed(0)
+
+    def serve() -> None:
+        for _ in range(60):
+            rows = int(torch.randint(1, 5, (), generator=draw))
+            slots = torch.randperm(9, generator=draw)[:rows]
+            x = torch.randn(rows, 4, generator=draw)
+            assert torch.equal(runner(x=x, slots=slots), twin(x, slots))
+
+    with pytest.warns(GraphQuarantinedWarning):
+        serve()

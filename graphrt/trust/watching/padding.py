@@ -107,6 +107,11 @@ class PaddingRows:
         """One of the rows for each index that wrote them."""
         return [*self._first_of.values()]
 
+    def lengths(self) -> set[int]:
+        """How many rows there are where padding writes."""
+        regions = [row.region for row in self.rows]
+        return {size for each in regions for size, _ in each.numbers_of(each.rows)}
+
     def note_warm_up(self, memory: SavedWrites) -> None:
         """After a run of padding alone, before its writes are taken back: note its addresses."""
         unseen(lambda: self._note((each, each.addressed_by_padding()) for each in memory.regions))
