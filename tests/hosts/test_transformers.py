@@ -825,7 +825,8 @@ def test_the_code_of_the_transformers_page_runs_and_prints_as_documented(capsys)
     for code in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
         exec(compile(code, "transformers.md", "exec"), names)
     printed = capsys.readouterr().out.splitlines()
-    assert printed == ["11 steps by graphs, 1 prompts", "torch.Size([3, 7, 64])"]
+    shapes = ["torch.Size([3, 7, 64])", "torch.Size([2, 7, 64])"]
+    assert printed == ["11 steps by graphs, 1 prompts", *shapes]
     assert served(names["model"]) == (8, {})
 
 

@@ -446,12 +446,6 @@ def test_another_attention_than_sdpa_is_refused_with_advice_that_works() -> None
     assert graphs_of(model).report().served == 1
 
 
-def test_a_model_of_no_transformers_is_told_where_pieces_are_asked_for() -> None:
-    with pytest.raises(CaptureSyncError) as raised:
-        graphed(lambda x: x * 2 if x.sum() > 0 else x, torch.ones(4, 2))
-    assert any("given to a GraphRunner" in note for note in raised.value.__notes__)
-
-
 @pytest.mark.parametrize(("family", "most"), [("bert", 32), ("roberta", 30)])
 def test_texts_above_the_models_positions_are_named(family: str, most: int) -> None:
     """RoBERTa's positions begin behind the index of padding."""
