@@ -432,7 +432,7 @@ def _advice_on(filled: str) -> str:
             'register_buffer("at", torch.zeros(1, dtype=torch.int64)); in the forward '
             "self.hist.index_copy_(0, self.at, new[None]) and self.at.add_(1) in place of "
             "append(new). Where each size fills an item once: call the forward once at each size "
-            "before capture()"
+            "before capture(). Where an eager part puts it there: write it in place, by copy_()"
         )
     return (
         "where the first call alone fills it: call the forward once on a real batch before "
