@@ -208,7 +208,8 @@ def graphed(
 
 
 def _advise(error: CaptureSyncError, rows: int, values: Mapping[str, torch.Tensor]) -> None:
-    """Say what helps where transformers reads data on the host: nobody edits its code."""
+    """Put advice for transformers into the error: its code reads a mask on the host, and users
+    cannot mark functions there."""
     package = getattr(sys.modules.get("transformers"), "__file__", None)
     if package is None or not str(error.source).startswith(os.path.dirname(package)):
         return
@@ -683,7 +684,7 @@ class _AddressedWrites(Watch):  # type: ignore[no-untyped-call]
             pad = "False" if spec.dtype is torch.bool else "P" if row is None else str(row)
             index = "index=True, " if has_rows and is_whole and pad != "False" else ""
             axes = str(spec.shape).replace("'", '"')
-            # Of a float beside others these decide what padding writes.
+            # Where integers or masks choose the rows, floats need no padding of their own.
             padding = f", {index}pad={pad}" if is_whole or not has_whole else ""
             specs.append(f'"{name}": InputSpec({spec.dtype}, {axes}{padding})')
             known += [pad] if is_whole else []

@@ -115,8 +115,8 @@ def undo_after(error: BaseException, undo: Callable[[], object]) -> None:
 
 
 def note(error: BaseException, text: str) -> None:
-    """Add a line to what an error says. The log has it where the error takes no notes: those of
-    Python 3.10, and of users who keep their own attribute or method of that name."""
+    """Add a note to an error. If it takes none, the line goes to the log: errors have no notes on
+    Python 3.10, and a user's error may have an `add_note` of its own."""
     try:
         error.add_note(text)
     except (Exception, SystemExit):

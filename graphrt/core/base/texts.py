@@ -46,8 +46,8 @@ def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def error_text(error: BaseException) -> str:
-    """The message of any error. A user's `__str__` may raise: one that formats what is not there
-    yet, for instance, would else take the place of the error."""
+    """The message of any error. A user's `__str__` may raise, as where it formats an attribute that
+    is not set: that error must not replace the first one."""
     try:
         return str(error)
     except (Exception, SystemExit):

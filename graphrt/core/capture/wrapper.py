@@ -238,7 +238,8 @@ class GraphWrapper(errors.Uncopied):
             and device.device_type != "cpu"
             and not breakable
         )
-        # Of captures without a runner: what the first size told of memory of the host.
+        # Without a runner no warm-up is watched: the first capture looks at each operator for memory
+        # of the host, later sizes only if it found some.
         self._lifting = Lifting(is_on=True)
         # Makes the recorder of one capture.
         self._new_recorder = partial(
@@ -438,7 +439,8 @@ class GraphWrapper(errors.Uncopied):
         try:
             result = recorder.record(run)
         except (errors.PageableCopyError, errors.RefusedOpError):
-            # This size does what the first one did not: once more, with a look at each operator.
+            # This size copies from the host, or draws there, and the first one did not. Capture it
+            # once more, looking at each operator.
             if has_runner or not lifting.repeat():
                 raise
             recorder = new_recorder()
@@ -515,8 +517,11 @@ class GraphWrapper(errors.Uncopied):
         graphs.__class__, graphs.asked = CountedGraphs, limit.asked
 
     def _evict(self, key: CaptureKey) -> None:
-        """Destroy a graph, and those of other wrappers that its step captured: one that is captured
-        alone later would leave its results where the others do not read."""
+        """Destroy a graph, and the graphs of other wrappers that were captured in the same step.
+
+        They read its results where it left them. Captured alone later, it would leave them
+        elsewhere.
+        """
         entry = self._graphs.entries.get(key[1])
         self.destroy_graphs(key[1])
         if entry is not None:  # an interrupt may have ended its end
@@ -524,7 +529,7 @@ class GraphWrapper(errors.Uncopied):
 
     def _destroy_captured_in(self, descriptor: BatchDescriptor, token: object) -> None:
         for holder in self.pool.holders if token is not None else ():
-            # Holders of a host's own have entries of another kind.
+            # A holder that the host wrote may keep other objects than `Entry`.
             if getattr(holder.entries.get(descriptor), "captured_in", None) is token:
                 holder.destroy_graphs(descriptor)
 
