@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -92,3 +93,17 @@ def started(
         return subprocess.Popen(
             [*command, *more], cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT
         )
+
+
+def wait_for(running: dict[str, subprocess.Popen[bytes]], began: float, seconds: float) -> None:
+    """Until all have ended, or are stopped `seconds` after `began`; prints when each ended."""
+    while running and time.time() - began < seconds:
+        for name, process in list(running.items()):
+            if process.poll() is not None:
+                del running[name]
+                print(f"{name}: exit {process.returncode}, {time.time() - began:.0f} s", flush=True)
+        time.sleep(0.3)
+    for name, process in running.items():
+        process.kill()
+        process.wait()
+        print(f"{name}: stopped after {seconds} s", flush=True)

@@ -5,7 +5,7 @@ import json
 import subprocess
 import time
 
-from benchmarks.gpu.vllm_host.processes import prepared, started
+from benchmarks.gpu.vllm_host.processes import prepared, started, wait_for
 from benchmarks.gpu.vllm_host.report import passed, table, tell
 
 
@@ -18,16 +18,7 @@ def run_all(args: argparse.Namespace) -> int:
         barrier = "--barrier", str(args.barrier)
         log = work / f"{name}.log"
         running[name] = started(name, work, path, index % args.gpus, log, *barrier)
-    while running and time.time() - began < args.seconds:
-        for name, process in list(running.items()):
-            if process.poll() is not None:
-                del running[name]
-                print(f"{name}: exit {process.returncode}, {time.time() - began:.0f} s", flush=True)
-        time.sleep(0.3)
-    for name, process in running.items():
-        process.kill()
-        process.wait()
-        print(f"{name}: stopped after {args.seconds} s", flush=True)
+    wait_for(running, began, args.seconds)
     results = {}
     for name in names:
         file = work / f"{name}.result.json"

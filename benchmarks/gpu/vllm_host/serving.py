@@ -30,7 +30,7 @@ from typing import Any
 from benchmarks.gpu.vllm_host.configurations import SERVING_STEPS, configurations
 from benchmarks.gpu.vllm_host.engines import Engines
 from benchmarks.gpu.vllm_host.model import VOCABULARY
-from benchmarks.gpu.vllm_host.processes import prepared, started
+from benchmarks.gpu.vllm_host.processes import prepared, started, wait_for
 
 MIB = 2**20
 
@@ -364,16 +364,7 @@ def run_all_serving(args: argparse.Namespace) -> int:
     running: dict[str, subprocess.Popen[bytes]] = {}
     for index, name in enumerate(names):
         running[name] = started(name, work, path, index % args.gpus, work / f"{name}.log")
-    while running and time.time() - began < args.seconds:
-        for name, process in list(running.items()):
-            if process.poll() is not None:
-                del running[name]
-                print(f"{name}: exit {process.returncode}, {time.time() - began:.0f} s", flush=True)
-        time.sleep(0.3)
-    for name, process in running.items():
-        process.kill()
-        process.wait()
-        print(f"{name}: stopped after {args.seconds} s", flush=True)
+    wait_for(running, began, args.seconds)
     results: dict[str, dict[str, Any]] = {}
     for name in names:
         file = work / f"{name}.result.json"

@@ -238,8 +238,8 @@ class GraphWrapper(errors.Uncopied):
             and device.device_type != "cpu"
             and not breakable
         )
-        # Without a runner no warm-up is watched: the first capture looks at each operator for memory
-        # of the host, later sizes only if it found some.
+        # Without a runner no warm-up is watched: the first capture looks at each operator for
+        # memory of the host, later sizes only if it found some.
         self._lifting = Lifting(is_on=True)
         # Makes the recorder of one capture.
         self._new_recorder = partial(
