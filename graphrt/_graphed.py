@@ -34,11 +34,12 @@ from graphrt.core.base.errors import (
     Uncopied,
 )
 from graphrt.core.base.option_values import check_callable, check_kind, choice, shown
-from graphrt.core.base.texts import aligned
+from graphrt.core.base.texts import aligned, error_text
 from graphrt.core.base.thread_mode import unseen, without_gradients
 from graphrt.core.base.torch_names import runs_hooks
 from graphrt.core.capture.operators import facts_of, written
 from graphrt.core.capture.options import GraphOptions
+from graphrt.core.capture.refusals import OWN_GRAPHS
 from graphrt.core.device.platform import Platform
 from graphrt.core.device.registry import current_platform, installed_platforms
 from graphrt.core.inputs.declared import flat_of
@@ -184,7 +185,12 @@ def graphed(
         if not isinstance((axes or {}).get(name), InputSpec)
     }
     with runner(sizes=[rows]) as plain:
-        of_outputs = _try(plain, call, guessed, rows, example)
+        try:
+            of_outputs = _try(plain, call, guessed, rows, example)
+        except RuntimeError as error:
+            if "cudagraph" in error_text(error):
+                raise OWN_GRAPHS() from error
+            raise
     fast = runner(
         sizes=_powers_up_to(rows) if sizes is None else sizes,
         outputs=of_outputs,

@@ -21,6 +21,7 @@ from graphrt.core.base.errors import (
 )
 from graphrt.core.base.texts import listed
 from graphrt.core.base.thread_mode import without_kept_casts
+from graphrt.core.base.torch_names import compiled_frames
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.guard import SideDoors, side_doors
@@ -134,12 +135,17 @@ class WatchedState(RunWatch):
         # Each session has to save what a forward writes, so a kind that writes is watched anew.
         is_saved = largest is not None and (kind in self._kinds or not largest.writes)
         if largest is not None and largest.tokens >= tokens and is_saved:
-            watch = self._write_watch(moves, tokens)
+            watch, compiled = self._write_watch(moves, tokens), compiled_frames()
             result = watch.around(calls())
             has_left = moves.holds_new(moves.of_each)
             moves.note()
             if not moves.has_moved or (watch.written <= self._steady and not has_left):
-                return result
+                if compiled_frames() == compiled:
+                    return result
+                # Dynamo guards on dispatch keys, and the watch has one: without it the capture
+                # would compile again, which on a GPU waits for the device.
+                self.restore()
+                return calls()()
             # It may have filled a table for this size, once for all, or made state of its own.
             self.restore()
             moves.take_back()

@@ -454,3 +454,26 @@ def test_a_table_for_each_kind_of_batch_is_made_in_its_own_warm_up():
         rows = torch.arange(batch.num_tokens, dtype=torch.float32)[:, None]
         assert torch.equal(runner(batch, x=x), x + rows * 2 + 1)
         assert runner.last_dispatch.reason.name == "HIT"
+
+
+def test_a_capture_compiles_nothing_that_its_warm_up_can_compile():
+    """Dynamo guards on dispatch keys. On a GPU, code that is compiled in a capture fails there."""
+    seen: list[tuple[int, str]] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        capture = current_context().capture
+        seen.append((len(inputs[0]), "warm-up" if capture is None else "capture"))
+        return graph.forward
+
+    compiled = eager_break(torch.compile(torch.sin, backend=backend, dynamic=False))
+    runner = GraphRunner(
+        lambda x: compiled(x + 1) + 1,
+        mode="PIECEWISE",
+        sizes=[2, 4],
+        inputs={"x": InputSpec(torch.float32, ("tokens", 3))},
+        outputs=("tokens", 3),
+    )
+    with runner:
+        runner.capture()
+        assert {size for size, _ in seen} == {4, 2}
+        assert {phase for _, phase in seen} == {"warm-up"}, seen

@@ -5,6 +5,7 @@ What is called at every step is bound here once, so that it costs what the bare 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cache, partial
@@ -55,6 +56,13 @@ push_dispatch_mode: Callable[[TorchDispatchMode], None] = _mode(
     "torch.utils._python_dispatch._push_mode"
 )
 pop_dispatch_mode: Callable[[], TorchDispatchMode] = _mode("torch.utils._python_dispatch._pop_mode")
+
+
+def compiled_frames() -> int:
+    """How many frames Dynamo has compiled in this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return 0 if dynamo is None else int(dynamo.counters["frames"]["total"])
+
 
 # Left in C, which no interrupt prevents; what `torch.inference_mode` leaves undone comes back
 # when the traceback that holds it is dropped.

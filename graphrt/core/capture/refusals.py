@@ -246,6 +246,14 @@ NESTED_PADDING = Refusal(
     "use_nested_tensor = False on it; where an eager part makes it, InputSpec(pad=) with the value "
     "of a place that is not hidden",
 )
+OWN_GRAPHS = Refusal(
+    errors.CaptureError,
+    "the model makes CUDA graphs of its own, by torch.compile",
+    expected="compiled code without graphs: graphrt captures it",
+    advice='torch.compile(model) in place of mode="reduce-overhead" or "max-autotune"; '
+    'mode="max-autotune-no-cudagraphs" tunes without them',
+    has_line=False,
+)
 RESHAPED_ARGUMENT = Refusal(
     errors.RefusedOpError,
     "the forward changes the shape or the memory of its argument, or of an eager part's, in place: "
