@@ -14,9 +14,13 @@ import pytest
 import torch
 
 from graphrt import (
+    BatchDescriptor,
+    ForwardContext,
+    GraphMode,
     GraphOptions,
     GraphPool,
     GraphRunner,
+    GraphWrapper,
     Host,
     InputSpec,
     KeyedGraphs,
@@ -728,6 +732,28 @@ def test_a_host_that_uses_no_results_says_so_for_its_session(uses_results):
     assert (CountedGraph.replays, platform.uploads) == ((1, 0) if uses_results else (0, 1))
     graphs.capture("after it", lambda: x * 2)
     assert CountedGraph.replays == 1 + uses_results
+
+
+@pytest.mark.parametrize("uses_results", [True, False])
+def test_pieces_too_are_not_replayed_at_their_capture_for_such_a_host(uses_results):
+    """vLLM's custom all-reduce gets the addresses of other ranks' memory after all captures: a
+    piece that is replayed before reads any address."""
+    platform = Recording()
+    x, pool = torch.ones(2, WIDTH), GraphPool(platform)
+    context = ForwardContext(GraphMode.PIECEWISE, BatchDescriptor(2))
+    piece = GraphWrapper(
+        lambda x: x * 2,
+        GraphMode.PIECEWISE,
+        pool=pool,
+        options=GraphOptions(lazy=True),
+        read_context=lambda: context,
+    )
+    with pool.capture_session(uses_results=uses_results):
+        context.begin_step()
+        piece(x)
+    assert (CountedGraph.replays, platform.uploads) == ((1, 0) if uses_results else (0, 1))
+    context.begin_step()
+    assert piece(x).tolist() == (x * 2).tolist()
 
 
 # The second watched run ---------------------------------------------------------------------------

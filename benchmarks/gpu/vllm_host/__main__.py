@@ -22,6 +22,7 @@ import logging
 import sys
 from pathlib import Path
 
+from benchmarks.gpu.vllm_host.configurations import SERVING_STEPS
 from benchmarks.gpu.vllm_host.memory import run_memory
 from benchmarks.gpu.vllm_host.one import run_alone, run_one
 from benchmarks.gpu.vllm_host.ranks.run import run_ranks
@@ -57,6 +58,8 @@ def main() -> int:
         command.add_argument(
             "--barrier", type=float, default=190, help="time from then at the latest"
         )
+    for command in (one, serving):
+        command.add_argument("--steps", type=int, default=SERVING_STEPS, help="under load")
     args = parser.parse_args()
     if args.command == "run":
         return run_all(args)
@@ -78,7 +81,7 @@ def main() -> int:
     if "-tried-" in args.name:
         result = run_tried(args.name, args.work)
     elif "-serving-" in args.name:
-        result = run_serving(args.name, args.work)
+        result = run_serving(args.name, args.work, args.steps)
     else:
         result = run_one(args.name, args.work, args.barrier)
     (args.work / f"{args.name}.result.json").write_text(json.dumps(result))

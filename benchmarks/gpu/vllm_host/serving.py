@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.vllm_host.configurations import SERVING_STEPS, configurations
+from benchmarks.gpu.vllm_host.configurations import configurations
 from benchmarks.gpu.vllm_host.engines import Engines
 from benchmarks.gpu.vllm_host.model import VOCABULARY
 from benchmarks.gpu.vllm_host.processes import prepared, started, wait_for
@@ -207,8 +207,8 @@ def serve(engine: Any, sampling: Any, arrivals: Arrivals, steps: Steps, count: i
     return tokens, aborts, first_token_s
 
 
-def run_serving(name: str, work: Path) -> dict[str, Any]:
-    """One engine under load."""
+def run_serving(name: str, work: Path, count: int) -> dict[str, Any]:
+    """One engine under load, for so many steps."""
     options = configurations()[name]
     kind = options["serving"]
     result: dict[str, Any] = {"name": name, "stage": "began"}
@@ -249,9 +249,9 @@ def run_serving(name: str, work: Path) -> dict[str, Any]:
         tokens, aborts, first_s = serve(
             llm.llm_engine,
             engines.sampling,
-            Arrivals(SERVING_STEPS, 7),
+            Arrivals(count, 7),
             steps,
-            SERVING_STEPS,
+            count,
         )
         torch.cuda.synchronize()
         reached("served")
@@ -363,7 +363,9 @@ def run_all_serving(args: argparse.Namespace) -> int:
     began = time.time()
     running: dict[str, subprocess.Popen[bytes]] = {}
     for index, name in enumerate(names):
-        running[name] = started(name, work, path, index % args.gpus, work / f"{name}.log")
+        more = "--steps", str(args.steps)
+        log = work / f"{name}.log"
+        running[name] = started(name, work, path, index % args.gpus, log, *more)
     wait_for(running, began, args.seconds)
     results: dict[str, dict[str, Any]] = {}
     for name in names:
@@ -374,13 +376,13 @@ def run_all_serving(args: argparse.Namespace) -> int:
     found = verdicts(results)
     print(json.dumps(found, indent=1))
     for name, got in results.items():
-        log = (work / f"{name}.log").read_text(errors="replace")
-        lines = [line for line in log.splitlines() if "graphrt" in line]
+        said = (work / f"{name}.log").read_text(errors="replace")
+        lines = [line for line in said.splitlines() if "graphrt" in line]
         if got.get("stage") == "done":
             told = [each for each in lines if "ready with" in each or "beside steps" in each]
             print(f"\n== {name}", *[each[:200] for each in told[:3] + told[-3:]], sep="\n   | ")
         else:
-            print(f"\n== {name}: {got.get('stage')}\n{log[-3000:]}")
+            print(f"\n== {name}: {got.get('stage')}\n{said[-3000:]}")
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps({"engines": results, "shown": found}, indent=1))

@@ -455,12 +455,13 @@ class Recorder:
 
     def _is_replayed(self, *, is_last: bool) -> bool:
         """Whether somebody reads, at its capture, what a segment writes."""
-        transaction, is_whole = self.context.capture, self.breakable or not self.must_break
+        transaction = self.context.capture
         # What cannot be uploaded is prepared by a replay, as if it were not the last.
         is_last = is_last and self.pool.platform.can_upload
         if transaction is not None and transaction.replays is not None:
             return transaction.replays(is_last)
-        return not (is_last and is_whole) or self.pool.holders.uses_results
+        # Nor is a piece: its custom all-reduce reads addresses that vLLM gives it after all pieces.
+        return not is_last or self.pool.holders.uses_results
 
     def discard(self, depth: int | None = None) -> None:
         """Discard the captured parts and the open segment, and exit the dispatch modes above

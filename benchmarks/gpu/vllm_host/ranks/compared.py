@@ -30,7 +30,10 @@ def compare(result: dict[str, Any], engines: dict[str, Handle]) -> None:
         before = counts(mine)
         tokens = mine.ask(60, **asked)["tokens"]
         steps = [a["steps"] - b["steps"] for a, b in zip(counts(mine), before, strict=True)]
-        found = told(tokens, theirs.ask(60, **asked)["tokens"])
+        other = theirs.ask(60, **asked)["tokens"]
+        found = told(tokens, other)
+        if not found["equal"]:  # whether vLLM repeats its own
+            found["vllm_again"] = told(theirs.ask(60, **asked)["tokens"], other)
         result["batches"][f"{batch}{' mixed' * mixed}"] = {**found, "steps": steps}
         if batch == 37:
             found["same_again"] = mine.ask(60, **asked)["tokens"] == tokens
@@ -98,15 +101,18 @@ def compare_data_parallel(
     result["loads"] = []
     for loads in LOADS:
         tokens: dict[str, list[Any]] = {}
-        for contestant, ranks in engines.items():
+        # vLLM's twice: a rank that begins a step later has other batches, which sum otherwise.
+        for time_of, ranks in (*engines.items(), ("again", engines["vllm"])):
             for rank, (engine, (batch, most)) in enumerate(zip(ranks, loads, strict=True)):
                 engine.send(do="generate", batch=batch, seed=10 * batch + rank, tokens=most)
-            tokens[contestant] = [engine.reply(60)["tokens"] for engine in ranks]
+            tokens[time_of] = [engine.reply(60)["tokens"] for engine in ranks]
         pairs = zip(tokens["graphrt"], tokens["vllm"], strict=True)
+        own = zip(tokens["again"], tokens["vllm"], strict=True)
         result["loads"].append(
             {
                 "loads": loads,
                 "ranks": [told(*pair) for pair in pairs],
+                "vllm_again": [told(*pair) for pair in own],
                 "counts": [counts(engine) for engine in engines["graphrt"]],
             }
         )

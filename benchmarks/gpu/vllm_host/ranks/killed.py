@@ -24,7 +24,7 @@ def kill(result: dict[str, Any], engine: Handle, point: str, work: Path, until: 
     result["processes"] = engine.left()
     engine.ask(30, do="rpc", method="bench_die", args=[1, point, str(stamp)])
     generate = {"do": "generate", "batch": 4, "seed": 2, "tokens": 40}
-    if point == "exchange":
+    if point in ("exchange", "capture"):
         engine.send(do="rpc", method="bench_recapture", args=[])
     elif point == "replay":
         engine.send(**generate)

@@ -1,8 +1,10 @@
 """`ranks`: all engines of two GPUs, what they found, and a table.
 
-1. All pairs of engines for tensor parallel 2 start at once; each pair compares its tokens.
-2. Then, one pair after the other, captures and steps in turns, with nothing else under way.
+1. All pairs of engines for tensor parallel 2 with FULL graphs start at once.
+2. Then, one pair after the other, tokens are compared, and captures and steps timed in turns, with
+   nothing else under way.
 3. Then workers are killed, and data parallel engines compared.
+4. Then the pairs with PIECEWISE graphs alone.
 """
 
 import argparse
@@ -12,6 +14,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -107,12 +110,21 @@ class Run:
             self.args.out.parent.mkdir(parents=True, exist_ok=True)
             self.args.out.write_text(json.dumps(self.results, indent=1, default=str))
 
-    def tensor_parallel(self) -> None:
+    def tensor_parallel(self, mode: str) -> None:
+        """All pairs of one mode of vLLM's."""
+        configurations = {
+            name: options
+            for name, options in self.asked(known.compared()).items()
+            if options["compilation"]["cudagraph_mode"] == mode
+        }
+        if self.left_s() < 60:
+            self.say(f"no time left for {mode}")
+            return
         pairs = {
             name: {each: self.start(name, options, each) for each in known.CONTESTANTS}
-            for name, options in self.asked(known.compared()).items()
+            for name, options in configurations.items()
         }
-        until = self.began + min(self.args.barrier, self.args.seconds)
+        until = min(time.time() + self.args.barrier, self.began + self.args.seconds)
         at_once([self.noting(name, started, pair, until) for name, pair in pairs.items()])
         for name, pair in pairs.items():
             for call in (compare, time_in_turns):
@@ -166,25 +178,36 @@ class Run:
         ]
 
     def machine(self) -> None:
-        """What links the GPUs; custom all-reduce is left out where they cannot reach each other."""
+        """What links the GPUs; custom all-reduce is left out where the driver says that they cannot
+        reach each other. vLLM's check, by copies between two processes, goes on beside."""
+        links = told(["nvidia-smi", "topo", "-p2p", "r"])
+        rows = [line.split() for line in links.splitlines()]
+        self.has_peers = any(row[:1] == ["GPU0"] and row[2:3] == ["OK"] for row in rows)
+        self.results["machine"] = {
+            "links": links,
+            "topology": told(["nvidia-smi", "topo", "-m"]),
+            "shared_memory": told(["df", "-h", "/dev/shm"]),
+            "copies": None,
+        }
+        self.say(json.dumps(self.results["machine"], indent=1).replace("\\n", "\n"))
+        threading.Thread(target=self._copies, daemon=True).start()
+
+    def _copies(self) -> None:
         file = self.work / "peers.py"
         file.write_text(PEERS)
         environment = {**os.environ, **known.MULTICAST_OFF, "PYTHONPATH": self.path}
         said = told([sys.executable, str(file)], environment)
         found = [line for line in said.splitlines() if line.startswith("found ")]
-        machine = json.loads(found[0].removeprefix("found ")) if found else {"error": said[-2000:]}
-        machine["topology"] = told(["nvidia-smi", "topo", "-m"])
-        machine["shared_memory"] = told(["df", "-h", "/dev/shm"])
-        self.results["machine"] = machine
-        self.has_peers = bool(machine.get("peer"))
-        self.say(json.dumps(machine, indent=1).replace("\\n", "\n").replace("\\t", " "))
+        copies = json.loads(found[0].removeprefix("found ")) if found else {"error": said[-2000:]}
+        self.results["machine"]["copies"] = copies
+        self.say(f"vLLM's check of copies: {copies}")
 
 
 def told(command: list[str], environment: dict[str, str] | None = None) -> str:
-    """What a command prints, within 100 s."""
+    """What a command prints, within 200 s."""
     try:
         done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, check=False, timeout=100
+            command, env=environment, capture_output=True, text=True, check=False, timeout=200
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
@@ -197,8 +220,9 @@ def run_ranks(args: argparse.Namespace) -> int:
     signal.alarm(int(args.seconds))
     try:
         run.machine()
-        run.tensor_parallel()
+        run.tensor_parallel("FULL_AND_PIECEWISE")
         run.killed_and_data_parallel()
+        run.tensor_parallel("PIECEWISE")
     except TimeIsUp as error:
         run.say(str(error))
     finally:
