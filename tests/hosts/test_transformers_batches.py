@@ -177,7 +177,7 @@ def test_where_transformers_has_no_graphs_the_report_says_so(model, prompts, cap
     report = graphs_of(model).report()
     assert re.search(r"transformers has them off for (paged\|)?sdpa on", str(report))
     assert report.served == 0
-    assert "use_cuda_graph=True" in caplog.text
+    assert caplog.text.count("use_cuda_graph=True) turns them on") == 1
     # The next session has graphs.
     assert generate(model, prompts) == expected
     assert graphs_of(model).report().refused is None
@@ -220,7 +220,11 @@ def test_without_graphs_transformers_captures_for_itself_again(model, prompts):
     with pytest.raises(InvalidOptionError, match="no graphs"):
         graphs_of(model)
     if model.device.type == "cuda":
-        assert generate(model, prompts) == expected
+        assert generate(model, prompts, persistent_manager=True) == expected
+    # The kept manager is served from its next session on.
+    with_batch_graphs(model)
+    assert generate(model, prompts) == expected
+    assert graphs_of(model).report().captured
 
 
 def test_a_model_has_graphs_of_one_kind(model, prompts):

@@ -86,16 +86,18 @@ class BatchGraphs(Seam):
             if self._batches and self._changed is not None:
                 logger.warning("graphs are captured again: %s has changed", self._changed)
             self.capture(strict=False)
-        self._off = None
+        off = None
         if not (runner.use_cuda_graph_varlen or runner.use_cuda_graph_decode):
             attention, device = self.model.config._attn_implementation, runner.cache.device.type
-            self._off = f"transformers has them off for {attention} on {device}"
+            off = f"transformers has them off for {attention} on {device}"
             advice = "ContinuousBatchingConfig(use_cuda_graph=True) turns them on, on a GPU"
-            logger.warning("generate_batch has no graphs: %s; %s", self._off, advice)
+            if off != self._off:
+                logger.warning("generate_batch has no graphs: %s; %s", off, advice)
         elif self._refused is None and runner not in self._batches:
             self._batches[runner] = Batches(runner, self._options, self._counts)
         elif self._refused is not None and runner in self._batches:
             self._batches.pop(runner).close()
+        self._off = off
         return processor
 
 
