@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from graphrt.core.replay.recording import current_capture
+
 _OF = "transformers.generation.continuous_batching"
 
 
@@ -37,6 +39,7 @@ def configured(**more: Any) -> Any:
     options = {
         "num_blocks": 64,
         "max_batch_tokens": 64,
+        "max_blocks_per_request": 2,
         "q_padding_interval_size": 8,
         "kv_padding_interval_size": 512,
         "use_cuda_graph": True,
@@ -102,7 +105,8 @@ def alone(model: Any, prompts: list[list[int]], new: int = 12) -> list[list[int]
 
 
 def allow_graphs(patch: pytest.MonkeyPatch) -> None:
-    """transformers makes no graphs on a CPU: let it pad its batches and ask for graphs there."""
+    """transformers makes no graphs on a CPU: let it pad its batches and ask for graphs there. In a
+    capture it takes the way of a GPU."""
     initialization, runner = (
         importlib.import_module(f"{_OF}.{name}") for name in ("initialization", "model_runner")
     )
@@ -113,6 +117,8 @@ def allow_graphs(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(initialization, "decide_use_cuda_graphs", decide)
     pools = "get_memory_pools" if hasattr(runner, "get_memory_pools") else "get_cuda_pools"
     patch.setattr(runner, pools, lambda: (None, None))
+    masking = importlib.import_module("transformers.masking_utils")
+    patch.setattr(masking, "is_tracing", lambda tensor=None: current_capture() is not None)
 
 
 def flash(patch: pytest.MonkeyPatch, model: Any) -> None:
