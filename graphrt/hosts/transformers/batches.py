@@ -121,7 +121,8 @@ class Batches:
         self._refused = dict[Hashable, str]()
         runner._capture_graph, io.get_graph = self.run, _no_graph
         self._runner = weakref.ref(runner)
-        weakref.finalize(runner, self._pool.close).atexit = False
+        # Also where Python ends: some versions of torch end a process whose pool dies before graphs.
+        weakref.finalize(runner, _close, self._pool, self._memory)
 
     def run(self, forward_fn: Callable[..., Any], stream: Any, *args: Any) -> None:
         """Run a batch on transformers' stream: its results are in static tensors then."""
@@ -183,6 +184,11 @@ class Batches:
             vars(runner).pop("_capture_graph", None)
             vars(runner.inputs_and_outputs).pop("get_graph", None)
         self._pool.close()
+
+
+def _close(pool: GraphPool, memory: Any) -> None:
+    """Destroy the graphs of a pool, before the memory that they are in."""
+    pool.close()
 
 
 def _no_graph() -> None:
