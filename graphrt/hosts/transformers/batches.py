@@ -121,7 +121,7 @@ class Batches:
         self._refused = dict[Hashable, str]()
         runner._capture_graph, io.get_graph = self.run, _no_graph
         self._runner = weakref.ref(runner)
-        # Also where Python ends: some versions of torch end a process whose pool dies before graphs.
+        # Also where Python ends: some versions of torch abort if a pool goes before its graphs.
         weakref.finalize(runner, _close, self._pool, self._memory)
 
     def run(self, forward_fn: Callable[..., Any], stream: Any, *args: Any) -> None:
