@@ -238,6 +238,8 @@ def test_a_token_outside_of_the_vocabulary_is_refused_and_other_requests_go_on(
         {"temperature": None},
         {"temperature": "x"},
         {"temperature": float("nan")},
+        {"temperature": float("inf")},
+        {"temperature": 10**400},
         {"seed": 0.5},
         {"eos_ids": None},
         {"eos_ids": 5},
@@ -253,6 +255,12 @@ def test_a_request_with_odd_sampling_is_refused_and_other_requests_go_on(
         while engine.busy:
             engine.step()
     assert good.generated == plain_tokens(model, PROMPTS[0], Sampling(4))
+
+
+def test_a_temperature_next_to_0_gives_the_greedy_tokens(model: Decoder):
+    with Engine(model, replace(LIMITS, mode="NONE", draft_tokens=0)) as engine:
+        (tokens,) = engine.generate([PROMPTS[0]], Sampling(4, temperature=1e-40))
+    assert tokens == plain_tokens(model, PROMPTS[0], Sampling(4))
 
 
 def test_a_seed_of_any_size_ends_no_step(model: Decoder):

@@ -87,13 +87,13 @@ class Engine:
         sampling = sampling or Sampling()
         vocab, limit = self.model.model.config.vocab_size, self.config.max_len
         numbers, heat = (sampling.max_tokens, sampling.seed), sampling.temperature
-        # NaN is not equal to itself.
-        valid = all(map(_is_integer, numbers)) and heat == heat
-        valid &= isinstance(heat, (int, float)) and isinstance(sampling.eos_ids, (set, frozenset))
+        # NaN is in no range, and a large int has no float.
+        valid = isinstance(heat, (int, float)) and abs(heat) < 1e9
+        valid &= all(map(_is_integer, numbers)) and isinstance(sampling.eos_ids, (set, frozenset))
         if not valid:
             raise RequestError(
                 f"{sampling} cannot be served: max_tokens and seed are integers, temperature is a "
-                "number, eos_ids a set of tokens"
+                "number below 1e9, eos_ids a set of tokens"
             )
         if not prompt or sampling.max_tokens < 1:
             raise RequestError("a request has a prompt, and asks for a token at least")
@@ -196,7 +196,8 @@ def sample(logits: Tensor, owners: Sequence[tuple[Request, int]]) -> list[int]:
             seed = (request.sampling.seed * 1_000_003 + position) % 2**63
             generator = torch.Generator().manual_seed(seed)
             noise = torch.rand(logits.shape[1], generator=generator).log().neg().log().neg()
-            logits[row] = logits[row] / request.sampling.temperature + noise.to(logits.device)
+            # As logits / temperature + noise, which overflows next to 0.
+            logits[row] += request.sampling.temperature * noise.to(logits.device)
     tokens: list[int] = logits.argmax(-1).tolist()
     return tokens
 

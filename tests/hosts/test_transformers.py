@@ -826,8 +826,9 @@ def test_the_code_of_the_transformers_page_runs_and_prints_as_documented(capsys)
         exec(compile(code, "transformers.md", "exec"), names)
     printed = capsys.readouterr().out.splitlines()
     shapes = ["torch.Size([3, 7, 64])", "torch.Size([2, 7, 64])"]
-    assert printed == ["11 steps by graphs, 1 prompts", *shapes]
-    assert served(names["model"]) == (8, {})
+    assert printed == ["11 steps by graphs, 1 prompts", "{}", *shapes]
+    report = names["graphs"].report()
+    assert (report.served, report.eager) == (8, {})
 
 
 def logits_of_loop(model, tokens, cache, change):

@@ -36,6 +36,7 @@ TOKEN_IDS = frozenset({"bos_token_id", "decoder_start_token_id", "eos_token_id",
 """Names in a config that `generate` reads and steps do not."""
 _IGNORED = frozenset(
     {
+        "._cached_continuous_batching_manager",
         "._previous_max_cache_length",
         "._output_capturing_hooks_installed",
         ".generation_config",
@@ -43,8 +44,8 @@ _IGNORED = frozenset(
         ".rope_deltas",
     }
 )
-"""Attributes of modules that no step reads: `generate` sets the last one, for the positions that it
-passes, and PEFT's prompt tuning those two before."""
+"""Attributes of modules that no step reads: `generate_batch` sets the first one, `generate` the
+last one, for the positions that it passes, and PEFT's prompt tuning those two before."""
 _OF_PROCESS = ("os.environ", "sys.argv")
 """Some code of transformers reads them, at its import or in a prompt."""
 _RECORDERS = "transformers.utils.output_capturing"

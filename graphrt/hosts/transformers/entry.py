@@ -13,6 +13,7 @@ from graphrt.errors import InvalidOptionError
 from graphrt.hosts.transformers.versions import check_transformers
 
 if TYPE_CHECKING:
+    from graphrt.hosts.transformers.batches import BatchGraphs
     from graphrt.hosts.transformers.encoders import EncoderGraphs
     from graphrt.hosts.transformers.graphs import ModelGraphs
     from graphrt.hosts.transformers.seam import Seam
@@ -115,6 +116,37 @@ def _graphs_for(
     )
 
 
+def with_batch_graphs(model: Model, *, options: GraphOptions | None = None) -> Model:
+    """Let graphrt capture and replay the graphs of transformers' continuous batching
+    (`generate_batch`, `init_continuous_batching`); returns the model itself.
+
+    transformers says which batches have graphs: see `use_cuda_graph` of its
+    `ContinuousBatchingConfig`. Each is captured at its first batch, or as `max_graphs=` and
+    `graph_bytes=` of `GraphOptions` allow. `graphs_of(model).report()` counts batches. A model has
+    these graphs or those of `with_graphs()`: the later call takes the others off.
+
+    Raises `UnsupportedHostError` for a transformers that was not tested, `InvalidOptionError` for a
+    model without `generate_batch`, and `CaptureError` for one that graphs cannot stand for.
+    """
+    check_transformers(batches=True)
+    target = _target(model, "with_batch_graphs")
+    without_graphs(target)
+    if not hasattr(target, "init_continuous_batching"):
+        raise InvalidOptionError(
+            "with_batch_graphs() serves models with generate_batch()",
+            got=type(target).__name__,
+            expected="a model that generates",
+            advice="with_graphs(model, max_batch=4, max_len=64) serves encoders",
+        )
+    from graphrt.hosts.transformers.batches import BatchGraphs
+
+    graphs = BatchGraphs(target, options or GraphOptions())
+    graphs.capture(strict=True)
+    graphs.install()
+    target.__dict__[_ATTRIBUTE] = graphs
+    return model
+
+
 def without_graphs(model: Model) -> Model:
     """Give a model its own methods back, and the memory of its graphs to the device."""
     graphs = _target(model, "without_graphs").__dict__.pop(_ATTRIBUTE, None)
@@ -142,10 +174,10 @@ def masks_on_device(model: Model) -> Model:
 
 
 def graphs_of(model: Any) -> Any:
-    """The graphs of a model that `with_graphs` was called with, `ModelGraphs` or `EncoderGraphs`;
-    raises `InvalidOptionError` for any other."""
+    """The graphs of a model that `with_graphs` was called with, `ModelGraphs` or `EncoderGraphs`,
+    or `with_batch_graphs`, `BatchGraphs`; raises `InvalidOptionError` for any other."""
     target = _target(model, "graphs_of")
-    graphs: ModelGraphs | EncoderGraphs | None = target.__dict__.get(_ATTRIBUTE)
+    graphs: ModelGraphs | EncoderGraphs | BatchGraphs | None = target.__dict__.get(_ATTRIBUTE)
     if graphs is None:
         raise InvalidOptionError(
             "the model has no graphs",

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from graphrt.core.base.log import logger
+from graphrt.core.capture.limit import LimitReport
 from graphrt.core.runner.report import RunnerReport
 
 
@@ -37,11 +38,33 @@ class ModelReport:
         return "\n".join(lines)
 
 
+@dataclass(frozen=True)
+class BatchReport:
+    """Counts of batches since `with_batch_graphs()`: those that graphs `served`, those whose graph
+    was `captured`, and those that ran `eager`, by reason. `refused` says why the last session has
+    no graphs at all; `limits` are the reports of limits, one for each manager."""
+
+    served: int
+    captured: int
+    eager: dict[str, int]
+    refused: str | None
+    limits: tuple[LimitReport, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"{self.served} batches by graphs, {self.captured} captured"]
+        if self.refused is not None:
+            lines.append(f"no graphs: {self.refused}")
+        if self.eager:
+            batches = [f"  {count:>8}  {reason}" for reason, count in self.eager.items()]
+            lines += [f"{sum(self.eager.values())} batches without a graph:", *batches]
+        return "\n".join([*lines, *map(str, self.limits)])
+
+
 class Counts:
-    """The counts of one model, as in `ModelReport`; each reason is logged when it is first met."""
+    """The counts of one model, as in its report; each reason is logged when it is first met."""
 
     def __init__(self, model: str) -> None:
-        self.served = 0
+        self.served = self.captured = 0
         self.prompts = 0
         self.eager: Counter[str] = Counter()
         self._model = model

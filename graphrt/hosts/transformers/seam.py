@@ -136,10 +136,11 @@ class Seam(ABC):
             )
         placed = getattr(self.model, "hf_device_map", None) or {}
         devices = {str(each) for each in placed.values()}
-        if len(devices) > 1:
+        mesh = getattr(self.model, "_device_mesh", None)
+        if len(devices) > 1 or mesh is not None:
             raise CaptureError(
                 "the model is on several devices",
-                got=", ".join(sorted(devices)),
+                got=", ".join(sorted(devices)) if mesh is None else f"tensor parallelism: {mesh}",
                 expected="all of it on one device",
                 advice='device_map={"": 0}, or leave with_graphs() out',
             )

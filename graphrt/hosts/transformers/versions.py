@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 
 from graphrt.errors import UnsupportedHostError
-from graphrt.hosts.names import is_known, missing_arguments, missing_names
+from graphrt.hosts.names import is_known, missing_arguments, missing_names, missing_uses
 
 KNOWN = tuple(f"5.{minor}" for minor in range(17, 25))
 """With which the tests of this host were run."""
@@ -65,14 +65,47 @@ _ARGUMENTS = {
 }
 """Functions that graphrt overrides or calls, with the arguments that it needs."""
 
+_BATCHING = "transformers.generation.continuous_batching"
+_BATCH_NAMES = {
+    f"{_BATCHING}.input_outputs": (
+        "ContinuousBatchingAsyncIOs.get_graph",
+        "ContinuousBatchingIOs.get_graph",
+        "ContinuousBatchingIOs._get_graph_key",
+    ),
+    f"{_BATCHING}.continuous_api": ("ContinuousBatchingManager._create_batch_processor",),
+}
+_BATCH_ARGUMENTS = {
+    (f"{_BATCHING}.model_runner", "ModelRunner._capture_graph"): (
+        "forward_fn",
+        "compute_stream",
+        "args",
+    ),
+}
+_BATCH_USES = {
+    (f"{_BATCHING}.model_runner", "ModelRunner.compute_batch"): ("get_graph", "_capture_graph"),
+    (f"{_BATCHING}.model_runner", "ModelRunner.__init__"): (
+        "cache",
+        "graph_pool_id",
+        "mem_pool",
+        "use_cuda_graph_decode",
+        "use_cuda_graph_varlen",
+    ),
+    (f"{_BATCHING}.input_outputs", "ContinuousBatchingAsyncIOs.__init__"): (
+        "compute_stream",
+        "current_pair",
+        "io_pairs",
+    ),
+}
+"""Those that continuous batching needs; of the last, names that the code of functions uses."""
+
 _ADVICE = (
     "install one of these, or leave with_graphs() out: the model then runs as transformers runs it"
 )
 
 
-def check_transformers() -> None:
+def check_transformers(*, batches: bool = False) -> None:
     """Raise `UnsupportedHostError` where transformers is missing, of a version that was not tested,
-    or without a name that graphrt relies on: the error has all of those."""
+    or without a name that graphrt relies on, for `batches` too: the error has all of those."""
     try:
         version = importlib.import_module("transformers").__version__
     except ModuleNotFoundError as error:
@@ -80,6 +113,9 @@ def check_transformers() -> None:
     if not is_known(version, KNOWN):
         raise _error("graphrt does not know this version of transformers", version)
     missing = [*missing_names(_NAMES), *missing_arguments(_ARGUMENTS)]
+    if batches:
+        missing += [*missing_names(_BATCH_NAMES), *missing_arguments(_BATCH_ARGUMENTS)]
+        missing += missing_uses(_BATCH_USES)
     if missing:
         got = "no " + ", no ".join(missing)
         raise _error(f"transformers {version} is not as graphrt knows it", got)

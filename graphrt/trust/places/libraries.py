@@ -21,7 +21,9 @@ _WITH_MODELS = (
     *("hosts.vllm.wrapper", "hosts.vllm.breakable"),
 )
 """Parts of graphrt that hold models; the others are the runtime, and no user's forward."""
-_WITHOUT_MODELS = tuple(f"hosts.transformers.{name}" for name in ("seam", "graphs", "encoders"))
+_WITHOUT_MODELS = tuple(
+    f"hosts.transformers.{name}" for name in ("seam", "graphs", "encoders", "batches")
+)
 """Modules of these parts that are runtime all the same. Otherwise a walk goes from a model through
 its graphs to the KV cache of the sequence under way. The next sequence has another cache, which
 would count as a moved tensor."""
