@@ -55,14 +55,12 @@ CELLS = ("capture_stub", "inner")
 
 def marked_code(eager_on_graph: Any) -> CodeType | None:
     """The code that all functions share which `eager_on_graph` has marked; None if it is not as
-    graphrt knows it."""
-    found = [code for code in _inside(eager_on_graph.__code__) if code.co_freevars == CELLS]
-    return found[0] if len(found) == 1 and found[0].co_name == "wrapper" else None
-
-
-def _inside(code: CodeType) -> list[CodeType]:
-    codes = [each for each in code.co_consts if isinstance(each, CodeType)]
-    return [deep for each in codes for deep in (each, *_inside(each))]
+    graphrt knows it, or a mark is no function."""
+    try:
+        code = eager_on_graph(True)(marked_code).__code__
+    except (AttributeError, TypeError):
+        return None
+    return code if code.co_freevars == CELLS else None
 
 
 def check(version: str) -> None:
@@ -72,5 +70,7 @@ def check(version: str) -> None:
     missing = [*missing_names(_NAMES), *missing_uses(_USES)]
     mark = find(BREAKS, "eager_on_graph")
     if mark is not MISSING and marked_code(mark) is None:
-        missing.append(f"function in {BREAKS}.eager_on_graph that closes over {', '.join(CELLS)}")
+        missing.append(
+            f"function of {BREAKS}.eager_on_graph(True) that closes over {', '.join(CELLS)}"
+        )
     refuse("SGLang", version, KNOWN, SWITCH, missing)
