@@ -414,6 +414,17 @@ def _another_closure(made: dict[str, Any]) -> None:
     made[host.BREAKS].eager_on_graph = eager_on_graph
 
 
+def _marks_that_are_objects(made: dict[str, Any]) -> None:
+    class Mark:
+        def __init__(self, inner: Any) -> None:
+            self.inner = inner
+
+        def __call__(self, *args: Any) -> Any:
+            return self.inner(*args)
+
+    made[host.BREAKS].eager_on_graph = lambda enable, capture_stub=None: Mark
+
+
 def _another_attribute(made: dict[str, Any]) -> None:
     def capture_one(self, shape_key, forward_fn, capture_inputs=None, post_warmup_hook=None):
         self.graphs[shape_key] = self._device_module, self._tp_group, self._pool
@@ -427,6 +438,7 @@ def _another_attribute(made: dict[str, Any]) -> None:
         (_without_a_backend, "BreakableCudaGraphBackend"),
         (_another_argument, "argument 'forward_fn'"),
         (_another_closure, "closes over capture_stub, inner"),
+        (_marks_that_are_objects, "closes over capture_stub, inner"),
         (_another_attribute, "'_graphs' in the code of"),
     ],
 )
