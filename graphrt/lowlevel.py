@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from graphrt._homes import at_home
 from graphrt.core.batch.context import CaptureTransaction
+from graphrt.core.capture.recorder import OutputBuffer
 from graphrt.core.device.contract import GraphWork
 from graphrt.core.device.pool_memory import PoolMemory, captured_pool, never_destroy
 from graphrt.core.replay.entry import Segment, graphs_of
@@ -18,6 +19,7 @@ __all__ = [
     "CaptureTransaction",
     "CapturedTask",
     "GraphWork",
+    "OutputBuffer",
     "PoolMemory",
     "Recording",
     "Segment",

@@ -1,4 +1,5 @@
-"""What adapters of engines do alike: they try graphs inside of steps, and tell of eager steps."""
+"""What adapters of engines do alike: they replace names, capture in an engine's memory, try graphs
+inside of steps, and tell of eager steps."""
 
 from __future__ import annotations
 
@@ -8,17 +9,26 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
-from graphrt import WrapperTrials, current_platform
+from graphrt import (
+    CaptureSession,
+    GraphOptions,
+    GraphPool,
+    Reason,
+    WrapperTrials,
+    current_platform,
+)
 from graphrt.core.base import tree
 from graphrt.core.base.option_values import shown
 from graphrt.core.capture.wrapper import GraphWrapper
 from graphrt.core.dispatch.reasons import Dispatch
 from graphrt.errors import UnsupportedHostError
+from graphrt.hosts.table import Row, Table
 from graphrt.trust.checks import Checks
 from graphrt.trust.compare import rounding_of
 from graphrt.trust.host_watch import described_changes
@@ -53,16 +63,39 @@ class Replaced:
         setattr(owner, name, value)
 
     def rebind(self, name: str, old: Any, new: Any) -> None:
-        """Replace an object wherever a module of the engine has it by this name."""
+        """Replace an object wherever a module of the engine has it by this name. Put back, it is so
+        too in modules that were imported since."""
+        self._undo.append(functools.partial(self._everywhere, name, new, old))
+        self._everywhere(name, old, new)
+
+    def _everywhere(self, name: str, old: Any, new: Any) -> None:
         for module_name, module in list(sys.modules.items()):
             is_own = module_name.partition(".")[0] == self._package
             if is_own and vars(module).get(name) is old:
-                self.replace(module, name, new)
+                setattr(module, name, new)
 
     def put_back(self) -> None:
         """Put all of them back, the last first."""
         while self._undo:
             self._undo.pop()()
+
+    @contextmanager
+    def all_or_none(self) -> Iterator[None]:
+        """Put all of them back after an error or an interrupt inside."""
+        try:
+            yield
+        except BaseException:
+            self.put_back()
+            raise
+
+
+def session_in(pool: GraphPool, table: Table, stream: Any) -> CaptureSession:
+    """A session of an engine's captures: on its stream, or on that of the pool's first captures,
+    since the allocator uses blocks again on their own stream alone."""
+    table.joined(pool)
+    # Engines read nothing of what a capture returns.
+    own_stream = None if pool.captures else stream
+    return pool.capture_session(stream=own_stream, uses_results=False)
 
 
 _SPREADS = 4
@@ -139,13 +172,35 @@ def log_untried(log: logging.Logger, reason: str) -> None:
     log.warning("graphrt: no graph is tried: %s", reason)
 
 
-def log_eager(log: logging.Logger, counts: Counter[str], reason: str, size: str = "") -> None:
-    """Count a step that ran eagerly for a reason; say so the 1st, 10th, 100th... time."""
-    counts[reason] += 1
-    count = counts[reason]
-    if count == 10 ** (len(str(count)) - 1):
-        times = "" if count == 1 else f", {count} times so far"
-        log.info("graphrt: a step%s ran eagerly, as %s%s", size, reason, times)
+def may_try(reasons: Iterator[str], log: logging.Logger) -> bool:
+    """Whether `GRAPHRT_CHECK` asks for trials, and there are no `reasons` against them: the first
+    is logged."""
+    if not GraphOptions().checks("first"):
+        return False
+    reason = next(reasons, "")
+    if reason:
+        log_untried(log, reason)
+    return not reason
+
+
+class EagerSteps:
+    """Counts the steps that ran eagerly, by their reason; each reason is logged at its 1st, 10th,
+    100th... time."""
+
+    def __init__(self, log: logging.Logger) -> None:
+        self._log = log
+        # By the text of the log, and by graphrt's reason.
+        self.counts: Counter[str] = Counter()
+        self.reasons: Counter[Reason] = Counter()
+
+    def note(self, reason: Reason, text: str, size: str = "") -> None:
+        """A step ran eagerly: the log says so in a text, and of what size it was."""
+        self.reasons[reason] += 1
+        self.counts[text] += 1
+        count = self.counts[text]
+        if count == 10 ** (len(str(count)) - 1):
+            times = "" if count == 1 else f", {count} times so far"
+            self._log.info("graphrt: a step%s ran eagerly, as %s%s", size, text, times)
 
 
 class StepTrials(WrapperTrials):
@@ -154,6 +209,11 @@ class StepTrials(WrapperTrials):
 
     has_ranks = False
     """Whether other ranks make the same runs, and would wait for this one."""
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a trial has failed: the graph is in quarantine."""
+        return any(each.failure for each in self.records)
 
     def begin(self, wrapper: GraphWrapper, model: Any) -> None:
         """Before the first capture: look from now on at what a model leads to."""
@@ -170,9 +230,11 @@ class StepTrials(WrapperTrials):
         rows: slice,
         differs: Callable[[Apart], str],
         log: logging.Logger,
+        row: Row,
     ) -> Verdict | None:
-        """Make the `runs`, the replay first, and log the verdict; None without memory for them.
-        `differs` says in words how the replay differs too much, or ""."""
+        """Make the `runs`, the replay first, and note the verdict in the log and in the graph's
+        row; None without memory for them. `differs` says in words how the replay differs too much,
+        or ""."""
         assert self._checks is not None
         began, to_try = time.perf_counter(), self._checks.graph_to_try(dispatch)
         try:
@@ -188,4 +250,5 @@ class StepTrials(WrapperTrials):
         found = _apart(replayed, first, last, rows)
         verdict = _verdict(last, found, to_try, graph, differs(found))
         _log_trial(log, graph, time.perf_counter() - began, verdict)
+        row.trial = self._checks.records[dispatch.slot]
         return verdict

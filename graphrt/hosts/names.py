@@ -17,7 +17,9 @@ def find(module: str, path: str) -> Any:
     """The object of a dotted name of a module; `MISSING` if there is none."""
     try:
         value: Any = importlib.import_module(module)
-    except ModuleNotFoundError:
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise  # a package that the host's own modules import
         return MISSING
     for name in path.split("."):
         value = getattr(value, name, MISSING)
@@ -32,9 +34,14 @@ def is_known(version: str, known: Iterable[str]) -> bool:
 
 
 def missing_names(names: Mapping[str, Iterable[str]]) -> Iterator[str]:
-    """The names, given by module, that do not exist."""
+    """The names, given by module, that do not exist; of a function also the arguments that it does
+    not take, where they are given: `replay(key, batch)`."""
     for module, paths in names.items():
-        yield from (f"{module}.{path}" for path in paths if find(module, path) is MISSING)
+        for path, bracket, arguments in (each.partition("(") for each in paths):
+            if bracket:
+                yield from missing_arguments({(module, path): arguments.rstrip(")").split(", ")})
+            elif find(module, path) is MISSING:
+                yield f"{module}.{path}"
 
 
 def missing_arguments(arguments: Mapping[tuple[str, str], Iterable[str]]) -> Iterator[str]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graphrt import GraphOptions, GraphRunner, InputSpec, eager_break
+from graphrt import GraphOptions, GraphPool, GraphRunner, InputSpec, KeyedGraphs, eager_break
 from graphrt.core.replay import handout
+from graphrt.lowlevel import OutputBuffer
 
 WIDTH = 8
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
@@ -163,3 +164,66 @@ def test_a_tensor_and_its_conjugate_both_have_right_output_values(outputs):
         assert torch.equal(y, forward(x)[0])
         assert torch.equal(conjugate, forward(x)[1])
     runner.close()
+
+
+# One buffer for several runners ------------------------------------------------------------------
+
+
+def at_first(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_one_buffer_holds_the_outputs_of_all_sizes_of_keyed_graphs_and_runners(device):
+    buffer, pool = OutputBuffer(), GraphPool(device)
+    forward, x = Forward(device), torch.zeros(16, WIDTH, device=device)
+
+    def held(call, size):
+        return lambda: buffer.hold(call(x[:size]))
+
+    # As two runners of a host, each with graphs for sizes of its own.
+    hosts = {forward.once: KeyedGraphs(pool), forward.views: KeyedGraphs(pool)}
+    for size in (16, 4, 1):
+        for call, graphs in hosts.items():
+            held(call, size)()
+            graphs.capture(size, held(call, size))
+    runner = GraphRunner(
+        lambda x: buffer.hold(forward.once(x)),
+        mode="FULL",
+        sizes=[4, 8],
+        inputs={"x": InputSpec(torch.float32, ("tokens", WIDTH))},
+        pool=pool,
+    )
+    runner.capture()
+    places = set()
+    for size in (4, 16, 1, 4):
+        x.normal_()
+        for call, graphs in hosts.items():
+            ours, right = tensors(graphs[size].replay()), tensors(call(x[:size]))
+            for one, other in zip(ours, right, strict=True):
+                torch.testing.assert_close(one, other)
+            places.add(at_first(ours[0]))
+        # A runner may hand out copies: what it leaves in the buffer is the same.
+        ours = runner(x=x[:4].clone())
+        torch.testing.assert_close(ours, forward.once(x[:4]))
+        assert torch.equal(hosts[forward.once][4].outputs, ours)
+    assert len(places) == 1
+
+
+def test_a_larger_size_that_comes_later_gets_new_memory_and_the_graphs_before_stay_right():
+    buffer, graphs = OutputBuffer(), KeyedGraphs(GraphPool("cpu"))
+    x = torch.zeros(16, WIDTH)
+    for size in (4, 16):
+        graphs.capture(size, lambda size=size: buffer.hold({"y": x[:size] * 2, "n": size}))
+    for size in (4, 16, 4):
+        x.normal_()
+        outputs = graphs[size].replay()
+        assert torch.equal(outputs["y"], x[:size] * 2) and outputs["n"] == size
+
+
+def test_an_eager_call_leaves_its_outputs_in_the_buffer_too():
+    buffer = OutputBuffer()
+    first = buffer.hold(torch.ones(4, WIDTH))
+    second = buffer.hold(torch.full((2, WIDTH), 2.0))
+    assert at_first(first) == at_first(second)
+    assert torch.equal(first[:2], second)

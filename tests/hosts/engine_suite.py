@@ -24,6 +24,13 @@ class Told:
             why = "" if crash is None else str(crash.message).splitlines()[0]
             self.outcomes[report.nodeid] = report.outcome, why
 
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self.outcomes[report.nodeid] = "not collected", str(report.longrepr).splitlines()[-1]
+
+    def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
+        self.outcomes |= {item.nodeid: ("not run", "deselected") for item in items}
+
 
 def run_suite(
     description: str | None,

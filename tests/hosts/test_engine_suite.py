@@ -36,3 +36,14 @@ def test_an_engines_suite_passes_only_if_a_test_ran_and_all_passed(
     (folder / name).write_text(code)
     done = starts.run("-c", RUN, str(tmp_path), *arguments)
     assert done.returncode == expected, done.stdout + done.stderr
+
+
+def test_a_module_that_cannot_be_imported_and_a_deselected_test_are_counted(tmp_path: Path) -> None:
+    folder = tmp_path / "tests" / "ut"
+    folder.mkdir(parents=True)
+    (folder / "test_one.py").write_text("import a_module_that_is_not_there")
+    (folder / "test_two.py").write_text("def test_it(): pass\ndef test_other(): pass")
+    arguments = "--continue-on-collection-errors", "--deselect=tests/ut/test_two.py::test_other"
+    done = starts.run("-c", RUN, str(tmp_path), *arguments)
+    assert done.stdout.splitlines()[-1] == "1 not collected, 1 not run, 1 passed", done.stdout
+    assert "a_module_that_is_not_there" in done.stdout

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from graphrt.errors import UnsupportedHostError
-from graphrt.hosts.names import is_known
+from graphrt.hosts.names import is_known, missing_names
 from graphrt.hosts.transformers import with_graphs
 from graphrt.hosts.transformers.versions import KNOWN
 
@@ -57,3 +57,24 @@ def test_with_graphs_without_transformers_says_transformers_is_not_installed(mon
 )
 def test_only_patch_releases_of_known_versions_are_accepted(version, known):
     assert is_known(version, KNOWN) is known
+
+
+def test_arguments_that_a_function_does_not_take_are_missing_as_names_are():
+    names = {"statistics": ("mean(data, weights)", "median", "mode(data)", "medium(data)")}
+    assert list(missing_names(names)) == [
+        "argument 'weights' of statistics.mean",
+        "statistics.medium",
+    ]
+
+
+def test_a_package_that_a_hosts_module_lacks_is_named_in_place_of_the_hosts_names(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "a_host").mkdir()
+    (tmp_path / "a_host" / "graphs.py").write_text("import a_package_it_needs")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="a_package_it_needs"):
+        list(missing_names({"a_host.graphs": ("capture",)}))
+    assert list(missing_names({"a_host.others.more": ("capture",)})) == [
+        "a_host.others.more.capture"
+    ]

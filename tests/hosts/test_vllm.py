@@ -21,8 +21,8 @@ import vllm_on_cpu as host
 
 import graphrt
 import graphrt.hosts.vllm
+from graphrt.hosts.table import Table
 from graphrt.hosts.vllm import _state, breakable, install, platform_type, uninstall, wrapper
-from graphrt.hosts.vllm.table import Table
 from graphrt.observe import load_report
 
 # The published one stands for itself.

@@ -11,11 +11,11 @@ import pytest
 
 import graphrt
 from graphrt import GraphMode
+from graphrt.hosts.table import Table
 from graphrt.hosts.vllm import install, platform
 from graphrt.hosts.vllm.breakable import called_by
-from graphrt.hosts.vllm.log import EagerSteps
+from graphrt.hosts.vllm.log import VllmEagerSteps
 from graphrt.hosts.vllm.steps import MOST, Steps
-from graphrt.hosts.vllm.table import Table
 from tests import starts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,7 +48,7 @@ def test_an_invalid_value_of_the_vllm_switch_is_refused(entry, monkeypatch):
 
 
 def test_steps_of_equal_descriptors_share_a_context_with_fresh_tokens():
-    steps = Steps(EagerSteps(), Table())
+    steps = Steps(VllmEagerSteps(), Table())
     piecewise, full = Mode(name="PIECEWISE"), Mode(name="FULL")
     keys = [Key(4), Key(4, 4), Key(4, 4, True), Key(8)]
     made = [steps.of(mode, key) for mode in (piecewise, full) for key in keys]
@@ -61,13 +61,13 @@ def test_steps_of_equal_descriptors_share_a_context_with_fresh_tokens():
 
 
 def test_a_step_without_a_graph_has_the_context_of_mode_none():
-    steps = Steps(EagerSteps(), Table())
+    steps = Steps(VllmEagerSteps(), Table())
     for mode, key in [("NONE", Key(4)), ("NONE", None), ("FULL", None)]:
         assert steps.of(Mode(name=mode), key).mode is GraphMode.NONE
 
 
 def test_the_number_of_kept_step_contexts_is_bounded():
-    steps, mode = Steps(EagerSteps(), Table()), Mode(name="FULL")
+    steps, mode = Steps(VllmEagerSteps(), Table()), Mode(name="FULL")
     for tokens in range(1, MOST + 100):
         steps.of(mode, Key(tokens))
     assert len(steps._steps) == MOST

@@ -19,6 +19,7 @@ from test_vllm import step, told, vllm  # noqa: F401  (fixtures)
 import graphrt.hosts.vllm
 from graphrt import GraphMode, Reason
 from graphrt.errors import GraphMemoryWarning, GraphQuarantinedWarning
+from graphrt.hosts import engine
 from graphrt.hosts.vllm import _state, trials
 
 pytestmark = pytest.mark.skipif(
@@ -135,7 +136,7 @@ def maker(kind, vllm, monkeypatch, level):
     monkeypatch.setenv("GRAPHRT_CHECK", level)
     graphrt.hosts.vllm.uninstall()
     graphrt.hosts.vllm.install()
-    trials.log_untried.cache_clear()
+    engine.log_untried.cache_clear()
 
     def make(metadata: Metadata, *, model: Any = None, **config: Any) -> Any:
         given = host.config(SIZES, "FULL_DECODE_ONLY")

@@ -29,6 +29,9 @@ def main() -> int:
     everything.add_argument("--out", type=Path, help="a JSON file; logs are beside it")
     everything.add_argument("--only", default="", help="regular expression on names")
     everything.add_argument("--seconds", type=float, default=150, help="stop what runs then")
+    everything.add_argument(
+        "--in-turns", action="store_true", help="one engine at a time captures and makes steps"
+    )
     everything.add_argument("--kernels", type=Path, help="a folder with some that are compiled")
     for command in (one, everything):
         command.add_argument("--work", type=Path, required=True)

@@ -2,6 +2,7 @@
 
 import faulthandler
 import json
+import os
 import threading
 import time
 import traceback
@@ -10,6 +11,10 @@ from typing import Any
 
 from benchmarks.gpu.sglang_host.configurations import BATCHES, NEW_TOKENS, engine_arguments
 from benchmarks.gpu.sglang_host.model import long_prompts, prompts
+from benchmarks.gpu.sglang_host.turns import VARIABLE, in_turn
+
+TURNS = 5
+"""Timed for each batch, with `--in-turns`."""
 
 
 def run_one(name: str, work: Path) -> int:
@@ -37,7 +42,9 @@ def _generate(name: str, work: Path, result: dict[str, Any]) -> None:
     print(f"{name}: imported {result['import_s']} s, started {result['start_s']} s", flush=True)
     _save(work, name, result)
     steps = work / f"{name}.bench"
-    turns = ("recorded", "timed", "again")
+    turns: tuple[str, ...] = ("recorded", "timed", "again")
+    if VARIABLE in os.environ:
+        turns = (*turns, *(f"turn {number}" for number in range(TURNS)))
     if name.startswith(("free", "cached")):
         _turn(engine, steps, result, "64 long, queued", long_prompts(64), hold=True)
         for turn in ("first", "second"):
@@ -48,7 +55,8 @@ def _generate(name: str, work: Path, result: dict[str, Any]) -> None:
             for turn in turns:
                 record = turn == "recorded"
                 label = f"{batch} {turn}"
-                _turn(engine, steps, result, label, prompts(batch), hold=True, record=record)
+                with in_turn():
+                    _turn(engine, steps, result, label, prompts(batch), hold=True, record=record)
                 _save(work, name, result)
     recorded = _beside(steps, "steps")
     if recorded.exists():

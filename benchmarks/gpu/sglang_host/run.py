@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tarfile
@@ -17,6 +18,7 @@ import tomllib
 
 from benchmarks.gpu.sglang_host.configurations import AGAINST, CONFIGURATIONS, VARIABLES
 from benchmarks.gpu.sglang_host.model import write_model
+from benchmarks.gpu.sglang_host.turns import VARIABLE
 
 ROOT = Path(__file__).resolve().parents[3]
 OFFLINE = Path(__file__).parent / "offline"
@@ -42,6 +44,10 @@ def run_all(args: argparse.Namespace) -> int:
         "TVM_FFI_CACHE_DIR": str(work / "kernels"),
         "TRITON_CACHE_DIR": str(work / "triton"),
     }
+    if args.in_turns:
+        (work / "turns").mkdir()
+        captures = sum(name != "eager" for name in names)
+        environment[VARIABLE] = f"{work / 'turns'}:{captures}"
     running = {"kernels": _start("kernels", work, environment)}
     write_model(work / "llama")
     running |= {name: _start(name, work, environment) for name in names}
@@ -65,6 +71,7 @@ def run_all(args: argparse.Namespace) -> int:
         _print_log(work / f"{name}.log", codes[name])
     _print_names(work)
     _print_comparison(results)
+    _print_turns(results)
     if args.out:
         _keep(args.out, work, results, codes)
     return 0 if all(code == 0 for code in codes.values()) else 1
@@ -210,6 +217,29 @@ def _print_steps(
             f"{name}: captures {told['captures']}, allocated {told['allocated_mib']} MiB, reserved "
             f"{told['reserved_mib']} MiB, failures {told.get('failures')}"
         )
+
+
+def _print_turns(results: dict[str, dict[str, Any]]) -> None:
+    """The timed turns of each engine beside those of the one it is compared with."""
+    for name, result in results.items():
+        mine, theirs = _turns(result), _turns(results.get(AGAINST.get(name, ""), {}))
+        for batch in mine:
+            if batch in theirs:
+                ratio = mine[batch] / theirs[batch]
+                print(
+                    f"{name} in turns, batch {batch}: {mine[batch] * 1e3:.2f} ms of "
+                    f"{theirs[batch] * 1e3:.2f} ms, {ratio:.3f}"
+                )
+
+
+def _turns(result: dict[str, Any]) -> dict[str, float]:
+    """Batch -> the median of its timed turns, seconds."""
+    seconds: dict[str, list[float]] = {}
+    for label, turn in result.get("batches", {}).items():
+        batch, _, kind = label.partition(" ")
+        if kind.startswith("turn") and "seconds" in turn:
+            seconds.setdefault(batch, []).append(turn["seconds"])
+    return {batch: statistics.median(each) for batch, each in seconds.items()}
 
 
 def _keep(

@@ -108,6 +108,16 @@ class Bridges:
         self._outgrown.clear()
 
 
+class OutputBuffer(Bridges):
+    """One memory for what several forwards return, such as those of all runners of a model, at all
+    sizes: each step overwrites what the step before left in it."""
+
+    def hold(self, outputs: Any) -> Any:
+        """At the end of a forward: the outputs, with each tensor copied to its place in the buffer.
+        The largest size comes first; a larger one after it gets new memory."""
+        return self.fix(0, outputs, stays=lambda path, tensor: False)[0]
+
+
 def separate_strides(like: torch.Tensor) -> tuple[int, ...]:
     """The strides of `like`, or those of a contiguous tensor if its elements share memory."""
     strides = like.stride()

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from graphrt import BatchDescriptor, GraphMode, GraphPool, Reason, RunnerReport
-from graphrt.hosts.engine import log_eager
-from graphrt.hosts.vllm.table import Row, Table
+from graphrt import BatchDescriptor, GraphPool, Reason, RunnerReport
+from graphrt.hosts.engine import EagerSteps, session_in
+from graphrt.hosts.table import Table
 
 # A child of SGLang's: its handlers print it.
 logger = logging.getLogger("sglang.graphrt")
@@ -20,10 +19,7 @@ class State:
     """What one process needs to serve SGLang."""
 
     def __init__(self) -> None:
-        self.table = Table()
-        self.reasons: Counter[Reason] = Counter()
-        self.texts: Counter[str] = Counter()
-        """Fallbacks by what the log says of them."""
+        self.table, self.eager = Table(), EagerSteps(logger)
         # SGLang's handle of a pool -> graphrt's pool over it.
         self._pools: dict[Any, GraphPool] = {}
         self._capturing = False
@@ -51,14 +47,10 @@ class State:
 
     @contextmanager
     def session(self, pool: GraphPool, stream: Any) -> Iterator[None]:
-        """A runner of SGLang's captures: on its stream, or on that of the pool's first captures,
-        since the allocator uses blocks again on their own stream alone."""
+        """A runner of SGLang's captures."""
         before = pool.captures
-        own_stream = None if pool.captures else stream
-        # SGLang's runners read nothing of what a capture returns.
-        with pool.capture_session(stream=own_stream, uses_results=False) as session:
-            self.table.begin()
-            self.table.joined(pool)
+        self.table.begin()
+        with session_in(pool, self.table, stream) as session:
             self._capturing = True
             try:
                 yield
@@ -69,18 +61,9 @@ class State:
         memory = "" if grown is None else f", {grown / 2**20:.1f} MiB"
         logger.info("graphrt captured %d graphs%s", pool.captures - before, memory)
 
-    def row(self, mode: GraphMode, key: Any) -> Row:
-        """Where steps of the graph of a key are counted."""
-        return self.table.row(mode, of_shape(key))
-
-    def fell_back(self, reason: Reason, text: str) -> None:
-        """Count a step that ran eagerly; the log says so the 1st, 10th, 100th... time."""
-        self.reasons[reason] += 1
-        log_eager(logger, self.texts, text)
-
     def report(self) -> RunnerReport:
         """What is captured in this process, and how its steps ran."""
-        return self.table.report(self.reasons, list(self._pools.values()))
+        return self.table.report(self.eager.reasons, list(self._pools.values()))
 
 
 def of_shape(key: Any) -> BatchDescriptor:

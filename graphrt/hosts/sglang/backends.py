@@ -1,7 +1,7 @@
 """SGLang's Full and Breakable backends with graphrt's captures and replays.
 
 SGLang's runners drive a backend as before: they open a session, warm each shape up, capture it, and
-replay it by its key. SGLang's constructors, pool and output buffer are kept.
+replay it by its key. SGLang's constructors and pool are kept.
 """
 
 from __future__ import annotations
@@ -25,36 +25,36 @@ from graphrt import (
 )
 from graphrt.hosts.sglang._state import logger, of_shape, state
 from graphrt.hosts.sglang.trials import Forward, trials_of
-from graphrt.hosts.sglang.versions import CONTEXT
+from graphrt.hosts.sglang.versions import CONTEXT, OF_BACKENDS
+from graphrt.lowlevel import OutputBuffer
 
 WARM_UPS = 2
 
 
 class _Backend:
-    """Before a class of SGLang's, which it defers to where graphrt does not serve a runner."""
+    """Before a class of SGLang's, whose methods an object keeps where graphrt does not serve a
+    runner."""
 
     _device_module: Any
     _tp_group: Any
     _pool: Any
     _graphs: dict[Any, Any]
+    _shared: GraphPool
 
     def __init__(self, cuda_graph_runner: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(cuda_graph_runner, *args, **kwargs)  # type: ignore[call-arg]
         self._runner = cuda_graph_runner
-        self._shared: GraphPool | None = None
-        self._why_own = next(_why_own(cuda_graph_runner, self, kwargs), "")
-        if self._why_own:
-            logger.warning("graphrt: %s keeps SGLang's own graphs: %s", self, self._why_own)
-
-    def __repr__(self) -> str:
-        return f"the {type(self).__name__} of {type(self._runner).__name__}"
+        why = next(_why_own(cuda_graph_runner, self), "")
+        if why:
+            runner, base = type(cuda_graph_runner).__name__, type(self).__bases__[-1]
+            logger.warning("graphrt: %s keeps SGLang's own graphs: %s", runner, why)
+            own = {name: getattr(base, name) for name in OF_BACKENDS}
+            # Still of the class by which SGLang's runners tell backends apart.
+            self.__class__ = type(base.__name__, (type(self),), {**own, "in_quarantine": _never})
 
     @contextmanager
     def capture_session(self, stream: Any) -> Iterator[None]:
         with super().capture_session(stream):  # type: ignore[misc]
-            if self._why_own:
-                yield
-                return
             self._shared = state.pool(self._pool)
             self._shared.after_segment = self._tp_group.barrier
             with state.session(self._shared, stream):
@@ -67,52 +67,48 @@ class _Backend:
         capture_inputs: Any = None,
         post_warmup_hook: Callable[[], None] | None = None,
     ) -> None:
-        if self._why_own:
-            super().capture_one(  # type: ignore[misc]
-                shape_key, forward_fn, capture_inputs, post_warmup_hook
-            )
-            return
-        result = None
+        forward = self._prepared(forward_fn)
         for _ in range(WARM_UPS):
             self._device_module.synchronize()
             self._tp_group.barrier()
-            result = forward_fn()
+            forward()
             if post_warmup_hook is not None:
                 post_warmup_hook()
-        self._capture(shape_key, forward_fn, result, capture_inputs)
+        # Two runners of one pool may have graphs of the same shape.
+        key = type(self._runner).__name__, shape_key
+        self._graphs[shape_key] = self._captured(key, forward, capture_inputs)
 
-    def _capture(
-        self, shape_key: Any, forward_fn: Callable[[], Any], result: Any, inputs: Any
-    ) -> None:
+    def _prepared(self, forward: Callable[[], Any]) -> Callable[[], Any]:
+        return forward
+
+    def _captured(self, key: Any, forward: Callable[[], Any], inputs: Any) -> Any:
         raise NotImplementedError
+
+
+def _never(backend: Any, size: int) -> bool:
+    return False
 
 
 class _Full(_Backend):
     _keyed: KeyedGraphs | None = None
 
-    def _capture(
-        self, shape_key: Any, forward_fn: Callable[[], Any], result: Any, inputs: Any
-    ) -> None:
-        assert self._shared is not None
+    def _captured(self, key: Any, forward: Callable[[], Any], inputs: Any) -> Any:
         if self._keyed is None:
             make = functools.partial(trials_of, self._runner)
             self._keyed = KeyedGraphs(self._shared, trials=make)
-        # Two runners of one pool may have graphs of the same shape.
-        key = type(self._runner).__name__, shape_key
-        forward = Forward(forward_fn, importlib.import_module(CONTEXT))
-        graph = self._keyed.capture(key, forward)
-        self._graphs[shape_key] = graph.replay, state.row(GraphMode.FULL, key), graph.trials
+        # Not before the warm-ups, whose hook may replace the metadata.
+        run = Forward(forward, importlib.import_module(CONTEXT))
+        graph = self._keyed.capture(key, run, kind=self._runner)
+        return graph.replay, state.table.row(GraphMode.FULL, of_shape(key)), graph.trials
 
     def in_quarantine(self, size: int) -> bool:
         """Whether a graph of so many requests has failed a trial."""
-        return not self._why_own and any(
+        return any(
             key.size == size and trials is not None and trials.has_failed
             for key, (_, _, trials) in self._graphs.items()
         )
 
     def replay(self, shape_key: Any, static_forward_batch: Any, **kwargs: Any) -> Any:
-        if self._why_own:
-            return super().replay(shape_key, static_forward_batch, **kwargs)  # type: ignore[misc]
         replay, row, _ = self._graphs[shape_key]
         row.steps += 1
         state.live = static_forward_batch
@@ -126,70 +122,54 @@ class _Full(_Backend):
 
 class _Breakable(_Backend):
     _debug_eager: bool
-    _shared_output_buffer: Any
-    _capture_inputs: dict[Any, Any]
-    _alloc_full_buffer: Callable[..., Any]
-    _output_rows: Callable[..., int]
-    _copy_output_to_buffer: Callable[..., None]
-    _slice_output: Callable[..., Any]
 
-    # The step of the present replay.
+    _wrapper: Any = None
+    # The step of the present replay, and the forward of the present capture.
     _step: ForwardContext | None = None
+    _forward: Callable[[], Any]
 
-    def _capture(
-        self, shape_key: Any, forward_fn: Callable[[], Any], result: Any, inputs: Any
-    ) -> None:
-        assert self._shared is not None
-        size = shape_key.size
-        if self._shared_output_buffer is None:
-            self._shared_output_buffer = self._alloc_full_buffer(result, size)
-        buffer = self._shared_output_buffer
-        body = eager_break(forward_fn) if self._debug_eager else forward_fn
+    def _prepared(self, forward: Callable[[], Any]) -> Callable[[], Any]:
+        # All sizes and runners of a model share a buffer. Runners of a draft have another: they
+        # step while outputs of the target are read.
+        buffer = vars(self._runner.model_runner).setdefault("graphrt_outputs", OutputBuffer())
+        body = eager_break(forward) if self._debug_eager else forward
+        return lambda: buffer.hold(body())
 
-        def forward() -> Any:
-            output = body()
-            rows = self._output_rows(output, size)
-            self._copy_output_to_buffer(output, buffer, rows)
-            return self._slice_output(buffer, rows)
-
-        key = type(self._runner).__name__, shape_key
-        step = ForwardContext(GraphMode.PIECEWISE, of_shape(key))
-        wrapper = wrapper_class(current_platform())(
-            forward,
-            GraphMode.PIECEWISE,
-            pool=self._shared,
-            read_context=lambda: self._step,
-            options=GraphOptions(lazy=True),
-            breakable=True,
-        )
-        row = state.row(step.mode, key)
-        self._capture_inputs[shape_key] = inputs
-        self._run(step, wrapper)
-        self._graphs[shape_key] = step, wrapper, row
+    def _captured(self, key: Any, forward: Callable[[], Any], inputs: Any) -> Any:
+        if self._wrapper is None:
+            self._wrapper = wrapper_class(current_platform())(
+                lambda: self._forward(),
+                GraphMode.PIECEWISE,
+                pool=self._shared,
+                read_context=lambda: self._step,
+                options=GraphOptions(lazy=True),
+                breakable=True,
+            )
+        step, self._forward = ForwardContext(GraphMode.PIECEWISE, of_shape(key)), forward
+        row = state.table.row(step.mode, of_shape(key))
+        self._run(step)
+        return step, row, inputs  # which the graph reads
 
     def replay(self, shape_key: Any, static_forward_batch: Any, **kwargs: Any) -> Any:
-        if self._why_own:
-            return super().replay(shape_key, static_forward_batch, **kwargs)  # type: ignore[misc]
-        step, wrapper, row = self._graphs[shape_key]
+        step, row, _ = self._graphs[shape_key]
         row.steps += 1
-        return self._run(step, wrapper)
+        return self._run(step)
 
-    def _run(self, step: ForwardContext, wrapper: Any) -> Any:
+    def _run(self, step: ForwardContext) -> Any:
         self._step = step
         step.begin_step()
         try:
-            return wrapper()
+            return self._wrapper()
         finally:
             self._step = None
 
     def cleanup(self) -> None:
-        if not self._why_own:
-            for _, wrapper, _ in self._graphs.values():
-                wrapper.clear_graphs()
+        if self._wrapper is not None:
+            self._wrapper.clear_graphs()
         super().cleanup()  # type: ignore[misc]
 
 
-def _why_own(runner: Any, backend: Any, options: dict[str, Any]) -> Iterator[str]:
+def _why_own(runner: Any, backend: Any) -> Iterator[str]:
     """Reasons to leave a runner its own graphs."""
     if getattr(getattr(backend, "_memory_saver_adapter", None), "enabled", False):
         yield "they are in memory of its memory saver (SGLANG_MEMORY_SAVER_CUDA_GRAPH)"
@@ -219,12 +199,7 @@ def quarantining(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @functools.cache
-def full_type(base: Any) -> Any:
-    """The class that stands for SGLang's `FullCudaGraphBackend`."""
-    return type("GraphrtFullBackend", (_Full, base), {"__module__": __name__})
-
-
-@functools.cache
-def breakable_type(base: Any) -> Any:
-    """The class that stands for SGLang's `BreakableCudaGraphBackend`."""
-    return type("GraphrtBreakableBackend", (_Breakable, base), {"__module__": __name__})
+def backend_type(base: Any) -> Any:
+    """The class that stands for one of SGLang's, which has "Full" or "Breakable" in its name."""
+    kind = _Full if "Full" in base.__name__ else _Breakable
+    return type(f"Graphrt{base.__name__}", (kind, base), {"__module__": __name__})

@@ -11,7 +11,7 @@ from graphrt import Reason
 from graphrt.core.batch.modes import graphs_off
 from graphrt.hosts.engine import Replaced, switched_on
 from graphrt.hosts.sglang._state import logger, state
-from graphrt.hosts.sglang.backends import breakable_type, full_type, quarantining
+from graphrt.hosts.sglang.backends import backend_type, quarantining
 from graphrt.hosts.sglang.breaks import breaking, marked_functions, marking
 from graphrt.hosts.sglang.versions import (
     BREAKABLE,
@@ -25,42 +25,38 @@ from graphrt.hosts.sglang.versions import (
 )
 
 _replaced = Replaced("sglang")
-_replace, _rebind = _replaced.replace, _replaced.rebind
 
 
-def asked() -> bool:
-    """Whether GRAPHRT_SGLANG is 1."""
-    return switched_on(SWITCH)
+def install() -> None:
+    """Let graphrt capture and replay what SGLang's Full and Breakable backends capture, in this
+    process, if GRAPHRT_SGLANG=1.
 
-
-def install_into_sglang() -> None:
-    """See `graphrt.hosts.sglang.install`."""
-    if _replaced:
+    (Entry point of `sglang.srt.plugins`; called again it changes nothing.) Raises
+    `UnsupportedHostError` for an SGLang of another version, or one without the names that graphrt
+    replaces: nothing is replaced then, and SGLang, which logs the error, keeps its own graphs.
+    """
+    if _replaced or not switched_on(SWITCH):
         return
-    sglang = importlib.import_module("sglang")
-    check(sglang.__version__)
+    version = importlib.import_module("sglang").__version__
+    check(version)
     if graphs_off():
         logger.info("graphrt: GRAPHRT_MODE=NONE, so SGLang keeps its own graphs")
         return
-    breaks = importlib.import_module(BREAKS)
-    code = marked_code(breaks.eager_on_graph)
+    mark = importlib.import_module(BREAKS).eager_on_graph
+    code = marked_code(mark)
     assert code is not None
-    full = importlib.import_module(FULL).FullCudaGraphBackend
-    breakable = importlib.import_module(BREAKABLE).BreakableCudaGraphBackend
     runner = importlib.import_module(MODEL_RUNNER).ModelRunner
     decode = importlib.import_module(DECODE).DecodeCudaGraphRunner
-    try:
+    with _replaced.all_or_none():
         for module, name, marked in list(marked_functions(code)):
-            _replace(module, name, breaking(marked))
-        _rebind("eager_on_graph", breaks.eager_on_graph, marking(breaks.eager_on_graph, code))
-        _rebind("FullCudaGraphBackend", full, full_type(full))
-        _rebind("BreakableCudaGraphBackend", breakable, breakable_type(breakable))
-        _replace(runner, "forward", _counting(runner.forward))
-        _replace(decode, "can_run_graph", quarantining(decode.can_run_graph))
-    except BaseException:  # an interrupt too leaves SGLang as it was
-        uninstall()
-        raise
-    logger.info("graphrt captures and replays the graphs of SGLang %s", sglang.__version__)
+            _replaced.replace(module, name, breaking(marked))
+        _replaced.rebind("eager_on_graph", mark, marking(mark, code))
+        for module, kind in ((FULL, "Full"), (BREAKABLE, "Breakable")):
+            base = getattr(importlib.import_module(module), f"{kind}CudaGraphBackend")
+            _replaced.rebind(base.__name__, base, backend_type(base))
+        _replaced.replace(runner, "forward", _counting(runner.forward))
+        _replaced.replace(decode, "can_run_graph", quarantining(decode.can_run_graph))
+    logger.info("graphrt captures and replays the graphs of SGLang %s", version)
 
 
 def uninstall() -> None:
@@ -77,7 +73,7 @@ def _counting(original: Callable[..., Any]) -> Callable[..., Any]:
         if state.has_graphs and not output.can_run_graph:
             mode = forward_batch.forward_mode.name
             found_none = Reason.NO_GRAPH, f"SGLang found no graph for a batch ({mode})"
-            state.fell_back(*(state.why_eager or found_none))
+            state.eager.note(*(state.why_eager or found_none))
         state.why_eager = None
         return output
 

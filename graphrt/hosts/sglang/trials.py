@@ -14,12 +14,11 @@ from typing import Any, cast
 
 import torch
 
-from graphrt import GraphOptions
 from graphrt.core.base import tree
 from graphrt.core.capture.wrapper import GraphWrapper
 from graphrt.core.dispatch.reasons import Dispatch
-from graphrt.hosts.engine import Apart, StepTrials, log_untried
-from graphrt.hosts.sglang._state import logger, state
+from graphrt.hosts.engine import Apart, StepTrials, may_try
+from graphrt.hosts.sglang._state import logger, of_shape, state
 from graphrt.trust.trials import WrapperStep
 
 _BATCH = "forward_batch"
@@ -75,13 +74,7 @@ class Forward:
 
 def trials_of(runner: Any) -> Trials | None:
     """The trials of one graph of a runner; None if it has none."""
-    if not GraphOptions().checks("first"):
-        return None
-    reason = next(_why_untried(runner), "")
-    if reason:
-        log_untried(logger, reason)
-        return None
-    return Trials(runner)
+    return Trials(runner) if may_try(_why_untried(runner), logger) else None
 
 
 def _why_untried(runner: Any) -> Iterator[str]:
@@ -108,11 +101,6 @@ class Trials(StepTrials):
         super().__init__()
         self._runner = runner
 
-    @property
-    def has_failed(self) -> bool:
-        """Whether the graph is in quarantine."""
-        return any(each.failure is not None for each in self.records)
-
     def before_capture(self, wrapper: GraphWrapper) -> None:
         self.begin(wrapper, self._runner.model_runner.model)
         super().before_capture(wrapper)
@@ -135,8 +123,8 @@ class Trials(StepTrials):
 
         rows = slice(0, getattr(self._runner, "raw_num_token", None))
         graph = f"{dispatch.mode.name} [{key[1].size}]"
-        verdict = self.compare(dispatch, graph, runs, rows, differs, logger)
+        row = state.table.row(dispatch.mode, of_shape(key))
+        verdict = self.compare(dispatch, graph, runs, rows, differs, logger, row)
         if verdict is not None:
             state.has_failed |= verdict.failure is not None
-            state.row(dispatch.mode, key).trial = self._checks.records[dispatch.slot]
             self._checks.tried(dispatch.slot, verdict, None)

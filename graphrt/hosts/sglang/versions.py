@@ -5,14 +5,7 @@ from __future__ import annotations
 from types import CodeType
 from typing import Any
 
-from graphrt.hosts.names import (
-    MISSING,
-    find,
-    missing_arguments,
-    missing_names,
-    missing_uses,
-    refuse,
-)
+from graphrt.hosts.names import MISSING, find, missing_names, missing_uses, refuse
 
 SWITCH = "GRAPHRT_SGLANG"
 KNOWN = ("0.5.17",)
@@ -26,52 +19,32 @@ CONTEXT = _RUNNER + "forward_context"
 MODEL_RUNNER = _RUNNER + "model_runner"
 DECODE = _RUNNER + "runner.decode_cuda_graph_runner"
 
-_OF_BACKENDS = ("capture_session", "capture_one", "can_run", "replay", "cleanup")
+OF_BACKENDS = ("capture_session", "capture_one", "replay", "cleanup")
+_CALLS = (
+    "__init__(cuda_graph_runner, enable_memory_saver)",
+    "can_run",
+    "capture_session",
+    "capture_one(shape_key, forward_fn, capture_inputs, post_warmup_hook)",
+    "replay(shape_key, static_forward_batch)",
+    "cleanup",
+)
 _NAMES = {
-    FULL: tuple(f"FullCudaGraphBackend.{each}" for each in _OF_BACKENDS),
+    FULL: tuple(f"FullCudaGraphBackend.{each}" for each in _CALLS),
     BREAKABLE: tuple(
-        f"BreakableCudaGraphBackend.{each}"
-        for each in (
-            *_OF_BACKENDS,
-            "_alloc_full_buffer",
-            "_copy_output_to_buffer",
-            "_output_rows",
-            "_slice_output",
-            "replay_session",
-        )
+        f"BreakableCudaGraphBackend.{each}" for each in (*_CALLS, "__init__(debug_eager)")
     ),
-    BREAKS: ("_current_capture_var", "eager_on_graph"),
+    BREAKS: ("_current_capture_var", "eager_on_graph(enable, capture_stub)"),
     CONTEXT: ("forward_context", "get_forward_context", "has_forward_context"),
     MODEL_RUNNER: ("ModelRunner.forward",),
     DECODE: tuple(
         f"DecodeCudaGraphRunner.{each}"
-        for each in ("can_run_graph", "_pad_to_bucket", "_capture_graph_size")
+        for each in ("can_run_graph", "_pad_to_bucket", "_capture_graph_size(bs, num_tokens)")
     ),
 }
-_CAPTURE_ONE = ("shape_key", "forward_fn", "capture_inputs", "post_warmup_hook")
-_ARGUMENTS = {
-    (FULL, "FullCudaGraphBackend.capture_one"): _CAPTURE_ONE,
-    (BREAKABLE, "BreakableCudaGraphBackend.capture_one"): _CAPTURE_ONE,
-    (FULL, "FullCudaGraphBackend.replay"): ("shape_key", "static_forward_batch"),
-    (BREAKABLE, "BreakableCudaGraphBackend.replay"): ("shape_key", "static_forward_batch"),
-    (FULL, "FullCudaGraphBackend.__init__"): ("cuda_graph_runner", "enable_memory_saver"),
-    (BREAKABLE, "BreakableCudaGraphBackend.__init__"): (
-        "cuda_graph_runner",
-        "enable_memory_saver",
-        "debug_eager",
-    ),
-    (BREAKS, "eager_on_graph"): ("enable", "capture_stub"),
-    (DECODE, "DecodeCudaGraphRunner._capture_graph_size"): ("bs", "num_tokens"),
-}
+_USED = {"_device_module", "_tp_group", "_graphs", "_pool"}
 _USES = {
-    (FULL, "FullCudaGraphBackend.capture_one"): {"_device_module", "_tp_group", "_graphs", "_pool"},
-    (BREAKABLE, "BreakableCudaGraphBackend.capture_one"): {
-        "_device_module",
-        "_tp_group",
-        "_graphs",
-        "_pool",
-        "_shared_output_buffer",
-    },
+    (FULL, "FullCudaGraphBackend.capture_one"): _USED,
+    (BREAKABLE, "BreakableCudaGraphBackend.capture_one"): _USED | {"_debug_eager"},
     (DECODE, "DecodeCudaGraphRunner.load_batch"): {"capture_bs", "captured_req_width"},
 }
 """Names that the code of a function must use: graphrt reads what it has left there."""
@@ -82,22 +55,22 @@ CELLS = ("capture_stub", "inner")
 
 def marked_code(eager_on_graph: Any) -> CodeType | None:
     """The code that all functions share which `eager_on_graph` has marked; None if it is not as
-    graphrt knows it."""
-    found = [code for code in _inside(eager_on_graph.__code__) if code.co_freevars == CELLS]
-    return found[0] if len(found) == 1 and found[0].co_name == "wrapper" else None
-
-
-def _inside(code: CodeType) -> list[CodeType]:
-    codes = [each for each in code.co_consts if isinstance(each, CodeType)]
-    return [deep for each in codes for deep in (each, *_inside(each))]
+    graphrt knows it, or a mark is no function."""
+    try:
+        code = eager_on_graph(True)(marked_code).__code__
+    except (AttributeError, TypeError):
+        return None
+    return code if code.co_freevars == CELLS else None
 
 
 def check(version: str) -> None:
     """Raise `UnsupportedHostError` for an SGLang that graphrt does not know, or that lacks names,
     which names all of them."""
     refuse("SGLang", version, KNOWN, SWITCH)
-    missing = [*missing_names(_NAMES), *missing_arguments(_ARGUMENTS), *missing_uses(_USES)]
+    missing = [*missing_names(_NAMES), *missing_uses(_USES)]
     mark = find(BREAKS, "eager_on_graph")
     if mark is not MISSING and marked_code(mark) is None:
-        missing.append(f"function in {BREAKS}.eager_on_graph that closes over {', '.join(CELLS)}")
+        missing.append(
+            f"function of {BREAKS}.eager_on_graph(True) that closes over {', '.join(CELLS)}"
+        )
     refuse("SGLang", version, KNOWN, SWITCH, missing)

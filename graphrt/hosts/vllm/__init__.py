@@ -44,7 +44,7 @@ def install() -> None:
 
 def report() -> RunnerReport:
     """The graphs that vLLM has captured in this process, with their steps, seconds and bytes, and
-    how many steps ran eagerly. See `graphrt.hosts.vllm.table` for its limits."""
+    how many steps ran eagerly. See `graphrt.hosts.table` for its limits."""
     return state.report()
 
 

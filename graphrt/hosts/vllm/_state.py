@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 from graphrt import RunnerReport
-from graphrt.hosts.vllm.log import EagerSteps
+from graphrt.hosts.table import Table
+from graphrt.hosts.vllm.log import VllmEagerSteps
 from graphrt.hosts.vllm.pools import Pools
+from graphrt.hosts.vllm.report_file import save
 from graphrt.hosts.vllm.steps import Steps
-from graphrt.hosts.vllm.table import Table, save
 from graphrt.hosts.vllm.weights import Weights
 from graphrt.hosts.vllm.while_serving import WhileServing
 
@@ -30,7 +31,7 @@ class State:
         """Whether the V2 runner replays the graph of its own step, not of a speculator's."""
         self.to_try: Any = None
         """`Trials` of that graph, and its dispatch, if it is to be tried after the step."""
-        self.eager = EagerSteps()
+        self.eager = VllmEagerSteps()
         self.table = Table()
         self.weights = Weights()
         self.steps = Steps(self.eager, self.table)

@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 
-from graphrt import BatchDescriptor, GraphMode, KeyedGraph, WrapperTrials
+from graphrt import BatchDescriptor, GraphMode, KeyedGraph
 from graphrt.core.base.option_values import shown
 from graphrt.errors import CaptureError
+from graphrt.hosts.engine import StepTrials
+from graphrt.hosts.table import FullKey
 from graphrt.hosts.vllm._state import state
-from graphrt.hosts.vllm.table import FullKey
 from graphrt.hosts.vllm.trials import trials
 from graphrt.hosts.vllm.wrapper import check_config, offloading
 
@@ -32,7 +33,7 @@ class FullGraph:
     def __init__(self) -> None:
         self.filled = False
         # Those of its graph; None without.
-        self._trials: WrapperTrials | None = None
+        self._trials: StepTrials | None = None
         self.replay: Callable[[], Any] = _not_captured
 
     def capture(
@@ -61,7 +62,7 @@ class FullGraph:
     @property
     def in_quarantine(self) -> bool:
         """Whether a trial has failed."""
-        return self._trials is not None and any(each.failure for each in self._trials.records)
+        return self._trials is not None and self._trials.has_failed
 
 
 _keys = itertools.count()

@@ -21,7 +21,7 @@ from graphrt.hosts.vllm.ending import telling_of_the_end
 from graphrt.hosts.vllm.full import FullCaptures, TorchWithGraphs
 from graphrt.hosts.vllm.full_trials import FullTrials
 from graphrt.hosts.vllm.log import logger
-from graphrt.hosts.vllm.table import save_at_end
+from graphrt.hosts.vllm.report_file import save_at_end
 from graphrt.hosts.vllm.trials import is_on
 from graphrt.hosts.vllm.versions import (
     BREAKABLE,
@@ -86,7 +86,7 @@ def install_into_vllm() -> None:
     full, encoder = FullCaptures(), EncoderCaptures()
     manager, v2 = _module(V2).CudaGraphManager, _module(V2)
     vision, budgets = _module(ENCODER), _module(ENCODER).EncoderCudaGraphManager
-    try:
+    with _replaced.all_or_none():
         own_session = _module(PARALLEL).graph_capture
         _rebind("graph_capture", own_session, _in_session(own_session))
         _rebind("CUDAGraphWrapper", _module(WRAPPER).CUDAGraphWrapper, wrapper)
@@ -115,11 +115,8 @@ def install_into_vllm() -> None:
         if executor is not None:  # always in a worker of several, which comes from it
             monitor = telling_of_the_end(executor.WorkerProc.monitor_death_pipe)
             _replace(executor.WorkerProc, "monitor_death_pipe", monitor)
-        state.serving = True
         save_at_end(state.report)
-    except BaseException:  # an interrupt too leaves vLLM as it was
-        uninstall()
-        raise
+    state.serving = True
     logger.info("graphrt captures and replays the graphs of vLLM %s", vllm.__version__)
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from typing import Any
 
 from graphrt import BatchDescriptor, ForwardContext, Reason
-from graphrt.hosts.engine import log_eager
+from graphrt.hosts.engine import EagerSteps
 
 # A child of vLLM's: its handlers print it.
 logger = logging.getLogger("vllm.graphrt")
@@ -41,34 +40,28 @@ class Captures:
         logger.info("graphrt captured %s in %.2f s%s", self.text(), seconds, memory)
 
 
-class EagerSteps:
-    """Counts the steps that ran eagerly, by their reason; each reason is logged at its 1st, 10th,
-    100th... time. Wrappers call `not_replayed` for a step whose graph they do not have."""
+class VllmEagerSteps(EagerSteps):
+    """Counts the steps that ran eagerly. Wrappers call `not_replayed` for a step whose graph they
+    do not have."""
 
     def __init__(self) -> None:
-        # By the text of the log, and by graphrt's reason.
-        self.counts: Counter[str] = Counter()
-        self.reasons: Counter[Reason] = Counter()
+        super().__init__(logger)
 
     def not_replayed(self, context: ForwardContext) -> None:
         """A wrapper had no graph for the step: vLLM asked for one that it never captured."""
-        self.reasons[Reason.MISSING_GRAPH] += 1
-        self._note(f"there is no {context.mode.name} graph for [{context.descriptor}]")
+        text = f"there is no {context.mode.name} graph for [{context.descriptor}]"
+        self.note(Reason.MISSING_GRAPH, text)
 
     def without_descriptor(self, mode: str) -> None:
         """vLLM asked for a graph in a context that names no batch."""
-        self.reasons[Reason.NO_CONTEXT] += 1
-        self._note(f"its forward context asks for a {mode} graph and has no batch descriptor")
+        text = f"its forward context asks for a {mode} graph and has no batch descriptor"
+        self.note(Reason.NO_CONTEXT, text)
 
     def not_dispatched(self, num_tokens: int | None, largest: int) -> None:
         """vLLM dispatched the step to no graph."""
-        if num_tokens is not None and num_tokens > largest:
-            self.reasons[Reason.TOO_LARGE] += 1
-            self._note(f"it has more tokens than the largest graph, {largest}", num_tokens)
-        else:
-            self.reasons[Reason.NO_GRAPH] += 1
-            self._note("vLLM found no graph for a batch of its kind", num_tokens)
-
-    def _note(self, reason: str, num_tokens: Any = None) -> None:
         size = "" if num_tokens is None else f" ({num_tokens} tokens)"
-        log_eager(logger, self.counts, reason, size)
+        if num_tokens is not None and num_tokens > largest:
+            text = f"it has more tokens than the largest graph, {largest}"
+            self.note(Reason.TOO_LARGE, text, size)
+        else:
+            self.note(Reason.NO_GRAPH, "vLLM found no graph for a batch of its kind", size)

@@ -16,8 +16,9 @@ from graphrt import (
     SegmentHooks,
     WrapperTrials,
 )
+from graphrt.hosts.engine import session_in
+from graphrt.hosts.table import Table
 from graphrt.hosts.vllm.log import Captures
-from graphrt.hosts.vllm.table import Table
 
 _INNER = "inner"
 
@@ -159,13 +160,9 @@ class Pools:
 
     def _join(self, pool: SharedPool) -> None:
         if self._stack is not None:
-            # Later sessions keep the pool's own stream: the allocator reuses a block only on the
-            # stream that it was made on, and each of vLLM's managers captures on another one.
-            stream = None if pool.graphs.captures else self._stream
-            # vLLM's dummy runs read nothing of what they return.
-            session = pool.graphs.capture_session(stream=stream, uses_results=False)
+            # Each of vLLM's managers captures on another stream.
+            session = session_in(pool.graphs, self._table, self._stream)
             self._sessions.append(self._stack.enter_context(session))
-            self._table.joined(pool.graphs)
 
     def _end(self) -> None:
         self._stack = self._stream = None

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from graphrt import BatchDescriptor, ForwardContext, GraphMode
-from graphrt.hosts.vllm.log import EagerSteps
-from graphrt.hosts.vllm.table import Row, Table
+from graphrt.hosts.table import Row, Table
+from graphrt.hosts.vllm.log import VllmEagerSteps
 
 KEY = "graphrt"
 """In the extra arguments of a forward context: vLLM's `set_forward_context` has made it."""
@@ -32,7 +32,7 @@ class Steps:
     (adapters, query lengths, requests), stay apart.
     """
 
-    def __init__(self, eager: EagerSteps, table: Table) -> None:
+    def __init__(self, eager: VllmEagerSteps, table: Table) -> None:
         self.eager = eager
         self._table = table
         # (mode, vLLM's descriptor, is an `InnerStep`) -> the context, and its row of steps.

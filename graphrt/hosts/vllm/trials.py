@@ -8,7 +8,7 @@ another, or as rounding.
 
 1. A graph that fails goes into quarantine, its batches run eagerly until vLLM captures again.
 2. Each run writes the same rows of the KV cache, with the same values. Models whose state moves on
-   with each run are not tried: see `why_untried`.
+   with each run are not tried: see `_why_untried`.
 3. Ranks of tensor parallelism make the same runs at the same step, and a graph that fails on one
    fails on all. They try no pieces, and look for no changes in Python: each may see one at another
    step.
@@ -30,10 +30,10 @@ from graphrt.core.base import tree
 from graphrt.core.capture.wrapper import GraphWrapper
 from graphrt.core.dispatch.reasons import Dispatch, Reason
 from graphrt.core.replay.entry import Entry
-from graphrt.hosts.engine import Apart, StepTrials, log_untried
+from graphrt.hosts.engine import Apart, StepTrials, may_try
+from graphrt.hosts.table import FullKey
 from graphrt.hosts.vllm._state import state
 from graphrt.hosts.vllm.log import logger
-from graphrt.hosts.vllm.table import FullKey
 from graphrt.trust.trials import WrapperStep
 
 _MAMBA = "vllm.model_executor.layers.mamba.abstract"
@@ -46,18 +46,10 @@ def is_on() -> bool:
 
 def trials() -> Trials | None:
     """The trials of one wrapper, or of one FULL graph of the V2 runner; None if it has none."""
-    return None if not is_on() or why_untried(state.config) else Trials(state.config)
+    return Trials(state.config) if may_try(_why_untried(state.config), logger) else None
 
 
-def why_untried(vllm_config: Any) -> str:
-    """Why no graph of this engine is tried, which is logged once; "" if its graphs are."""
-    reason = next(_reasons(vllm_config), "")
-    if reason:
-        log_untried(logger, reason)
-    return reason
-
-
-def _reasons(vllm_config: Any) -> Iterator[str]:
+def _why_untried(vllm_config: Any) -> Iterator[str]:
     # The module was imported if the model has such layers.
     mamba = getattr(sys.modules.get(_MAMBA), "MambaBase", ())
     for layer in getattr(vllm_config.compilation_config, "static_forward_context", {}).values():
@@ -149,10 +141,10 @@ class Trials(StepTrials):
             return str(found) if found.fails else f"another rank's graph; this one's by {found}"
 
         graph = f"{mode.name} [{descriptor}]"
-        verdict = self.compare(dispatch, graph, runs, slice(0, live), differs, logger)
+        row = state.table.row(mode, descriptor)
+        verdict = self.compare(dispatch, graph, runs, slice(0, live), differs, logger, row)
         if verdict is None:
             return None
-        state.table.row(mode, descriptor).trial = self._checks.records[dispatch.slot]
         _count(graph, "tried" if verdict.failure is None else "quarantined")
         self._checks.tried(dispatch.slot, verdict, None)
         return None if verdict.failure is None else verdict.outputs

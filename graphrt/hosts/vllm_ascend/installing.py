@@ -10,14 +10,12 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import inspect
-import os
 import re
-import sys
 from typing import Any
 
 from graphrt.ascend.driver.library import has_value_wait
 from graphrt.core.base.errors import UnsupportedHostError
-from graphrt.core.base.option_values import shown
+from graphrt.hosts.engine import Replaced, switched_on
 from graphrt.hosts.names import missing_arguments, missing_names
 from graphrt.hosts.vllm_ascend.engine import Engine
 from graphrt.hosts.vllm_ascend.params import GraphParams
@@ -63,7 +61,7 @@ SWITCH = "GRAPHRT_VLLM_ASCEND"
 
 _OLDEST_TEXT = ".".join(map(str, OLDEST))
 
-_installed: dict[str, tuple[Any, Any]] = {}
+_replaced = Replaced("vllm_ascend")
 
 
 def install() -> None:
@@ -72,7 +70,7 @@ def install() -> None:
     To be called in each worker before the model is loaded. Raises `UnsupportedHostError` where
     vllm-ascend is missing, of a version that is not known, or has graphs already.
     """
-    if _installed:
+    if _replaced:
         return
     version = _version()
     module = importlib.import_module(MODULE)
@@ -108,36 +106,21 @@ def install() -> None:
         "GraphParams": GraphParams,
         "update_full_graph_params": updated_by(engine, module.update_full_graph_params),
     }
-    for name, value in replacements.items():
-        old = getattr(module, name)
-        _installed[name] = old, value
-        _rebind(name, old, value)
+    with _replaced.all_or_none():
+        for name, value in replacements.items():
+            _replaced.rebind(name, getattr(module, name), value)
 
 
 def uninstall() -> None:
     """Give vllm-ascend its own graphs back; wrappers that exist already stay graphrt's."""
-    for name, (old, value) in list(_installed.items()):
-        _rebind(name, value, old)
-        del _installed[name]
+    _replaced.put_back()
 
 
 def install_if_asked() -> None:
     """`install()` if the variable GRAPHRT_VLLM_ASCEND is 1: vLLM calls it in each of its processes,
     as the plugin `graphrt_vllm_ascend`."""
-    value = os.environ.get(SWITCH, "")
-    if value not in ("", "0", "1"):
-        raise UnsupportedHostError(
-            f"{SWITCH} has a wrong value", got=shown(value), expected="0 or 1", advice=f"{SWITCH}=1"
-        )
-    if value == "1":
+    if switched_on(SWITCH):
         install()
-
-
-def _rebind(name: str, old: Any, new: Any) -> None:
-    """Replace `old` wherever vllm-ascend has imported it by this name."""
-    for module_name, module in list(sys.modules.items()):
-        if module_name.partition(".")[0] == "vllm_ascend" and vars(module).get(name) is old:
-            setattr(module, name, new)
 
 
 def _version() -> str:

@@ -133,28 +133,14 @@ class BreakableCudaGraphBackend(Backend):
         self, cuda_graph_runner: Any, *, enable_memory_saver: bool = False, debug_eager=False
     ) -> None:
         super().__init__(cuda_graph_runner, enable_memory_saver=enable_memory_saver)
-        self._debug_eager, self._shared_output_buffer = debug_eager, None
-        self._capture_inputs: dict[Any, Any] = {}
+        self._debug_eager = debug_eager
 
     def capture_one(self, shape_key, forward_fn, capture_inputs=None, post_warmup_hook=None):
         self._device_module.log.append("own capture")
-        self._shared_output_buffer = None
-        self._graphs[shape_key] = forward_fn, self._tp_group, self._pool
+        self._graphs[shape_key] = forward_fn, self._tp_group, self._pool, self._debug_eager
 
     def replay(self, shape_key: Any, static_forward_batch: Any, **kwargs: Any) -> Any:
         return self._graphs[shape_key][0]()
-
-    def _output_rows(self, output: torch.Tensor, cap: int) -> int:
-        return min(cap, len(output))
-
-    def _alloc_full_buffer(self, output: torch.Tensor, size: int) -> torch.Tensor:
-        return output.new_empty((size, *output.shape[1:]))
-
-    def _slice_output(self, output: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        return output[:num_tokens]
-
-    def _copy_output_to_buffer(self, output, output_buffer, num_tokens) -> None:
-        output_buffer[:num_tokens].copy_(output)
 
     def cleanup(self) -> None:
         super().cleanup()
@@ -283,7 +269,7 @@ def modules(version: str) -> dict[str, ModuleType]:
         exec(compile(code, name, "exec"), vars(add(name)))
     add(MODEL_RUNNER, ModelRunner=_own(ModelRunner))
     decode = add(DECODE, DecodeCudaGraphRunner=_own(DecodeCudaGraphRunner))
-    decode.FullCudaGraphBackend = made[FULL].FullCudaGraphBackend
+    decode.BreakableCudaGraphBackend = made[BREAKABLE].BreakableCudaGraphBackend
     return made
 
 

@@ -126,6 +126,24 @@ def test_a_runner_that_graphrt_does_not_serve_keeps_sglangs_graphs(reason, sglan
     assert not graphrt.hosts.sglang.report().graphs
     logits, eager, _ = engine.step(4)
     assert torch.equal(logits, eager)
+    # SGLang's runners tell its backends apart by their class.
+    assert isinstance(engine.decode.backend, sglang[host.FULL].FullCudaGraphBackend)
+    assert not engine.decode.backend.in_quarantine(4)
+
+
+def test_graphs_of_a_runner_are_of_one_kind_so_that_the_first_size_tells_of_the_others(sglang):
+    engine = Engine(sglang)
+    assert list(engine.decode.backend._keyed._kinds) == [engine.decode]
+
+
+def test_graphs_that_sglang_has_cleaned_up_are_captured_again(sglang):
+    engine = Engine(sglang)
+    engine.decode.backend.cleanup()
+    engine.model.scale = 2.0
+    engine.decode.capture()
+    for size in SIZES:
+        logits, eager, by_graph = engine.step(size)
+        assert by_graph and torch.equal(logits, eager)
 
 
 # Breaks -------------------------------------------------------------------------------------------
@@ -134,10 +152,11 @@ def test_a_runner_that_graphrt_does_not_serve_keeps_sglangs_graphs(reason, sglan
 class Prefill:
     """A runner with a Breakable backend, over a body with two marked functions."""
 
-    def __init__(self, made: dict[str, Any]) -> None:
+    def __init__(self, made: dict[str, Any], model_runner: Any = None, **options: Any) -> None:
         self.calls: list[str] = []
         self.device_module = host.Device(self.calls)
-        self.model_runner = SimpleNamespace(tp_group=host.Group(self.calls), device="cpu")
+        new = SimpleNamespace(tp_group=host.Group(self.calls), device="cpu")
+        self.model_runner = model_runner or new
         mark = made[host.BREAKS].eager_on_graph
 
         def attend(x: torch.Tensor, into: torch.Tensor) -> None:
@@ -156,7 +175,7 @@ class Prefill:
         self.factor = 2.0
         self.layer = torch.nn.Linear(8, 8)
         self.buffer = torch.zeros(16, 8)
-        self.backend = made[host.BREAKABLE].BreakableCudaGraphBackend(self)
+        self.backend = made[host.BREAKABLE].BreakableCudaGraphBackend(self, **options)
 
     def body(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.layer(x)
@@ -175,6 +194,7 @@ def test_marked_functions_are_eager_breaks_and_all_sizes_share_one_output_buffer
     graphrt.hosts.sglang.install()
     prefill = Prefill(sglang)
     prefill.capture()
+    first = prefill.backend.replay(host.ShapeKey(16), None)
     for turn, size in enumerate((8, 1, 16, 8)):
         prefill.factor = 3.0 + turn
         prefill.buffer[:size] = torch.randn(size, 8)
@@ -182,7 +202,44 @@ def test_marked_functions_are_eager_breaks_and_all_sizes_share_one_output_buffer
         output = prefill.backend.replay(host.ShapeKey(size), None)
         assert prefill.calls == ["attend", "exchange"]
         assert torch.equal(output, prefill.body(prefill.buffer[:size]))
-        assert output.data_ptr() == prefill.backend._shared_output_buffer.data_ptr()
+        assert output.data_ptr() == first.data_ptr()
+
+
+def test_runners_of_a_model_share_the_buffer_of_their_outputs_and_those_of_a_draft_do_not(sglang):
+    graphrt.hosts.sglang.install()
+    prefill = Prefill(sglang)
+    verify, draft = Prefill(sglang, prefill.model_runner), Prefill(sglang)
+    outputs = []
+    for runner, size in ((prefill, 16), (verify, 8), (draft, 16)):
+        runner.capture((size,))
+        runner.buffer.normal_()
+        output = runner.backend.replay(host.ShapeKey(size), None)
+        assert torch.equal(output, runner.body(runner.buffer[:size]))
+        outputs.append(output)
+    assert outputs[0].data_ptr() == outputs[1].data_ptr() != outputs[2].data_ptr()
+
+
+def test_with_debug_eager_a_whole_forward_is_one_break(sglang):
+    graphrt.hosts.sglang.install()
+    prefill = Prefill(sglang, debug_eager=True)
+    prefill.capture((8,))
+    prefill.buffer.normal_()
+    prefill.factor = 5.0
+    output = prefill.backend.replay(host.ShapeKey(8), None)
+    assert torch.equal(output, prefill.body(prefill.buffer[:8]))
+
+
+def test_breakable_graphs_that_sglang_has_cleaned_up_are_captured_again(sglang):
+    graphrt.hosts.sglang.install()
+    prefill = Prefill(sglang)
+    prefill.capture((8,))
+    prefill.backend.cleanup()
+    prefill.layer = torch.nn.Linear(8, 8)
+    prefill.capture((16, 8))
+    for size in (8, 16):
+        prefill.buffer.normal_()
+        output = prefill.backend.replay(host.ShapeKey(size), None)
+        assert torch.equal(output, prefill.body(prefill.buffer[:size]))
 
 
 def test_a_capture_runs_the_stub_in_place_of_a_break_and_waits_for_ranks_before_each(sglang):
@@ -317,7 +374,8 @@ def test_eager_steps_are_told_the_first_tenth_and_hundredth_time(sglang, caplog)
 def _names(made: dict[str, Any]) -> list[Any]:
     return [
         made[host.FULL].FullCudaGraphBackend,
-        made[host.DECODE].FullCudaGraphBackend,
+        # By a module that has imported it: SGLang's own decode runner has the other one.
+        made[host.DECODE].BreakableCudaGraphBackend,
         made[host.BREAKABLE].BreakableCudaGraphBackend,
         made[host.BREAKS].eager_on_graph,
         vars(made[host.MODEL_RUNNER].ModelRunner)["forward"],
@@ -331,6 +389,14 @@ def test_all_names_are_replaced_and_uninstall_puts_every_one_back(sglang):
     assert not any(a is b for a, b in zip(before, _names(sglang), strict=True))
     graphrt.hosts.sglang.uninstall()
     assert all(a is b for a, b in zip(before, _names(sglang), strict=True))
+
+
+def test_modules_that_were_imported_since_get_sglangs_names_back_too(sglang):
+    graphrt.hosts.sglang.install()
+    later, own = sglang["sglang"], vars(sglang[host.FULL])["FullCudaGraphBackend"].__bases__[-1]
+    later.FullCudaGraphBackend = sglang[host.FULL].FullCudaGraphBackend
+    graphrt.hosts.sglang.uninstall()
+    assert later.FullCudaGraphBackend is own
 
 
 def _without_a_backend(made: dict[str, Any]) -> None:
@@ -348,6 +414,17 @@ def _another_closure(made: dict[str, Any]) -> None:
     made[host.BREAKS].eager_on_graph = eager_on_graph
 
 
+def _marks_that_are_objects(made: dict[str, Any]) -> None:
+    class Mark:
+        def __init__(self, inner: Any) -> None:
+            self.inner = inner
+
+        def __call__(self, *args: Any) -> Any:
+            return self.inner(*args)
+
+    made[host.BREAKS].eager_on_graph = lambda enable, capture_stub=None: Mark
+
+
 def _another_attribute(made: dict[str, Any]) -> None:
     def capture_one(self, shape_key, forward_fn, capture_inputs=None, post_warmup_hook=None):
         self.graphs[shape_key] = self._device_module, self._tp_group, self._pool
@@ -361,6 +438,7 @@ def _another_attribute(made: dict[str, Any]) -> None:
         (_without_a_backend, "BreakableCudaGraphBackend"),
         (_another_argument, "argument 'forward_fn'"),
         (_another_closure, "closes over capture_stub, inner"),
+        (_marks_that_are_objects, "closes over capture_stub, inner"),
         (_another_attribute, "'_graphs' in the code of"),
     ],
 )

@@ -16,7 +16,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-PACKAGES = ("IPython", "flashinfer")
+PACKAGES = ("IPython", "datasets", "flashinfer")
 ABSENT = ("flashinfer.norm",)  # sgl_kernel then takes its own kernels
 
 

@@ -1,27 +1,24 @@
-"""The graphs of a process that serves vLLM, as a report like that of a runner.
+"""The graphs of a process that serves an engine, as a report like that of a runner.
 
-1. Each capture adds to the row of its batch: the seconds since the capture before it, so vLLM's own
-   work between them is included, and the bytes by which the pool and the driver grew. All pieces of
-   a batch are one row: its bytes are asked for once, when the first piece of the next is there. A
-   batch that is captured in a later session begins anew.
+1. Each capture adds to the row of its batch: the seconds since the capture before it, so the
+   engine's own work between them is included, and the bytes by which the pool and the driver grew.
+   All pieces of a batch are one row: its bytes are asked for once, when the first piece of the next
+   is there. A batch that is captured in a later session begins anew.
 2. Each step counts for the row of its batch, from its last capture on.
-3. `report()` gives a `RunnerReport`. With `GRAPHRT_VLLM_REPORT=run.json` each process saves its own
-   to `run.PID.json` after its captures and when it ends.
+3. `report()` gives a `RunnerReport`.
 
-Limits: vLLM pads batches itself, so live rows are unknown, and the report has no padding. It has
-trials of FULL graphs alone. Graphs that vLLM has destroyed stay in it until vLLM captures again.
+Limits: engines pad batches themselves, so live rows are unknown, and the report has no padding. It
+has trials of FULL graphs alone. Graphs that an engine has destroyed stay in it until the engine
+captures again.
 """
 
 from __future__ import annotations
 
-import atexit
-import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from graphrt import BatchDescriptor, GraphMode, GraphPool, Reason
@@ -30,14 +27,12 @@ from graphrt.core.runner.findings import TrialRecord, TrustReport
 from graphrt.core.runner.graph_table import DroppedGraph, GraphRecord
 from graphrt.core.runner.report import RunnerReport
 
-FILE = "GRAPHRT_VLLM_REPORT"
-
 
 class FullKey(NamedTuple):
-    """The key of a FULL graph of the V2 runner or of an encoder, with its batch in the report."""
+    """The key of a FULL graph that an engine captures by itself, with its batch in the report."""
 
     number: int
-    """Of all keys so far: vLLM may capture one batch again."""
+    """Of all keys so far: an engine may capture one batch again."""
     descriptor: BatchDescriptor
 
 
@@ -71,7 +66,7 @@ class Figures(NamedTuple):
 
 class Table:
     """Collects captures and steps for the report: a row for each batch that was captured, or that
-    vLLM has dispatched."""
+    the engine has dispatched."""
 
     def __init__(self) -> None:
         self._rows: dict[tuple[GraphMode, BatchDescriptor], Row] = {}
@@ -101,7 +96,7 @@ class Table:
 
     def captured(self, mode: GraphMode, descriptor: BatchDescriptor, pool: GraphPool) -> None:
         """Something was captured in `pool`."""
-        # A FULL graph of the V2 runner: vLLM's own batch is inside the key.
+        # The engine's own batch is inside the key.
         if isinstance(descriptor.variant, FullKey):
             descriptor = descriptor.variant.descriptor
         now_s = perf_counter()
@@ -111,7 +106,7 @@ class Table:
             new_row = Row(mode, descriptor, began_s=began, session=self._session)
             # In place: graphs and `Steps` hold the row and count in it.
             vars(row).update(vars(new_row))
-            # Rows are in the order of their captures, also where vLLM captures again.
+            # Rows are in the order of their captures, also where the engine captures again.
             self._rows[mode, descriptor] = self._rows.pop((mode, descriptor))
         self.latest = row
         row.graphs += 1
@@ -202,21 +197,3 @@ class Table:
 
 def _grown(total: int | None, before: int | None, now: int | None) -> int | None:
     return None if before is None or now is None else (total or 0) + now - before
-
-
-def save(report: RunnerReport) -> Path | None:
-    """Write a report to the file that the variable names, with the number of this process in its
-    name: vLLM has several. None if there is no variable."""
-    path = os.environ.get(FILE)
-    if not path or not report.graphs:
-        return None
-    file = Path(path)
-    file = file.with_name(f"{file.stem}.{os.getpid()}{file.suffix or '.json'}")
-    report.save(file)
-    return file
-
-
-def save_at_end(make: Any) -> None:
-    """Save what `make` reports when this process ends, if the variable asks for it."""
-    if os.environ.get(FILE):
-        atexit.register(lambda: save(make()))
