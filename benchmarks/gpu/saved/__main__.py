@@ -6,6 +6,7 @@ PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True python3 -m benchmarks.gpu.saved
 
 from __future__ import annotations
 
+import bisect
 import gc
 import json
 import os
@@ -158,17 +159,16 @@ class Kernels:
 
     def __init__(self, session: Session, of_triton: bool) -> None:
         self.driver, self.known = session.driver, dict[str, int]()
-        self._of_triton, self._launches = of_triton, dict[int, drv.KernelParameters]()
-        self._kept: list[Any] = []
+        self._of_triton = origins() if of_triton else {}
+        self._launches = dict[int, drv.KernelParameters]()
 
     def key(self, *identity: Any) -> str:
         return json.dumps(identity)
 
     def add(self, functions: Iterable[int]) -> None:
-        of_triton = origins() if self._of_triton else {}
         for function in functions:
             parts = self.driver.name_of(function), self.driver.traits(function)
-            key = self.key(*parts, self.driver.layout(function), of_triton.get(function, ""))
+            key = self.key(*parts, self.driver.layout(function), self._of_triton.get(function, ""))
             self.known.setdefault(key, function)
 
     def of_graph(self, graph: torch.cuda.CUDAGraph) -> None:
@@ -188,19 +188,53 @@ class Kernels:
         }
         self.add([each for each in beside if self.driver.name_of(each) in names])
 
-    def by_operator(self, operator: dict[str, Any]) -> str | None:
-        """Add the kernels of one operator, captured alone; returns what failed."""
-        graph, pool = torch.cuda.CUDAGraph(keep_graph=True), torch.cuda.MemPool()
-        try:
-            memory.call(operator)
-            graph.capture_begin(pool.id, capture_error_mode="thread_local")
-            memory.call(operator)
-            graph.capture_end()
-            self.of_graph(graph)
-        except (ValueError, RuntimeError, TypeError, NotImplementedError) as error:
-            return f"{operator['name']}: {error}"[:200]
-        self._kept.append(graph)
-        return None
+    def by_operators(self, operators: Iterable[dict[str, Any]]) -> list[str]:
+        """Add the kernels of operators, captured together and never run; returns what failed."""
+        calls, failed = [], []
+        for each in operators:
+            try:
+                calls.append((each["name"], memory.prepared(each)))
+            except (ValueError, TypeError) as error:
+                failed.append(f"{each['name']}: {error}"[:200])
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        graph.capture_begin(torch.cuda.MemPool().id, capture_error_mode="thread_local")
+        for name, call in calls:
+            try:
+                call()
+            except (RuntimeError, NotImplementedError) as error:
+                failed.append(f"{name}: {error}"[:200])
+        graph.capture_end()
+        self.of_graph(graph)
+        return failed
+
+
+def differences(
+    mine: dict[str, np.ndarray], theirs: dict[str, np.ndarray], labels: Any, kernels: Any
+) -> dict[str, Any]:
+    """What a saved graph has otherwise than the same one captured here, by kernel."""
+    found: dict[str, Any] = {"nodes": [len(mine["kinds"]), len(theirs["kinds"])]}
+    if found["nodes"][0] != found["nodes"][1] or len(mine["blob"]) != len(theirs["blob"]):
+        return found
+    found["launch"] = int((mine["launch"] != theirs["launch"]).any(1).sum())
+    found["edges"] = bool((mine["edges"] == theirs["edges"]).all())
+    places = [
+        {int(at): (label[int(which)], int(offset)) for at, which, offset in each["relocations"]}
+        for each, label in zip((mine, theirs), labels, strict=True)
+    ]
+    words = mine["blob"].view(np.uint64) != theirs["blob"].view(np.uint64)
+    starts, apart = mine["starts"].tolist(), Counter[str]()
+    for at in sorted(
+        {8 * int(index) for index in np.flatnonzero(words)} | {*places[0]} | {*places[1]}
+    ):
+        here, there = places[0].get(at), places[1].get(at)
+        if (here is None or here != there) and not (here == there and not words[at // 8]):
+            node = bisect.bisect_right(starts, at) - 1
+            name = kernels[mine["kernels"][node]]["name"][:60]
+            raw = [hex(int(each["blob"].view(np.uint64)[at // 8])) for each in (mine, theirs)]
+            apart[f"{name} +{at - starts[node]}: {here} {there} {raw}"] += 1
+    found["words"] = sum(apart.values())
+    found["first"] = [each for each, _ in apart.most_common(12)]
+    return found
 
 
 def load(name: str, path: str) -> dict[str, Any]:
@@ -236,11 +270,12 @@ def load(name: str, path: str) -> dict[str, Any]:
     wanted = [kernels.key(*(each[part] for part in IDENTITY)) for each in saved]
     found = {"captured": sum(key in kernels.known for key in wanted)}
     lap("kernels of two graphs")
-    failed, run = [], 0
-    for key, each in zip(wanted, saved, strict=True):
-        if key not in kernels.known and "operator" in each:
-            run += 1
-            failed.append(kernels.by_operator(each["operator"]))
+    missing = {
+        json.dumps(each["operator"]): each["operator"]
+        for key, each in zip(wanted, saved, strict=True)
+        if key not in kernels.known and "operator" in each
+    }
+    failed = kernels.by_operators(missing.values()) if missing else []
     found["by operator"] = sum(key in kernels.known for key in wanted) - sum(found.values())
     lap("kernels by operator")
     kernels.enumerated(
@@ -280,6 +315,14 @@ def load(name: str, path: str) -> dict[str, Any]:
     def replay(each: drv.Built) -> Any:
         return lambda: driver("cuGraphLaunch", each.executable, stream)
 
+    known = session.ranges()
+    labels = names, [label for *_, label in known]
+    reader = drv.Reader(driver, memory.places(known), lambda each: "")
+    compared = {
+        size: differences(graphs[size], reader.read(each.raw_cuda_graph()), labels, saved)
+        for size, each in session.graphs.items()
+        if size in graphs
+    }
     mine = {
         (size, seed): session.run(size, seed, replay(each))
         for size, each in built.items()
@@ -303,8 +346,9 @@ def load(name: str, path: str) -> dict[str, Any]:
         "not_built": dict(reasons),
         "kernels": found,
         "absent": absent,
-        "operators": run,
-        "operators_failed": [each for each in failed if each][:5],
+        "operators": len(missing),
+        "operators_failed": failed[:5],
+        "differences": compared,
         "memories_lacking": lacking,
         "took_s": took,
         "restored_s": total,

@@ -23,7 +23,8 @@ from graphrt.cuda.driver.nodes import (
 
 EMPTY = 5
 MEMORY_BYTES = 256
-ATTRIBUTES = (1, 2, 4, 5, 8, 9, 10, 11, 14)
+CLUSTER, CLUSTER_SCHEDULING = 4, 5
+ATTRIBUTES = (1, 2, CLUSTER, CLUSTER_SCHEDULING, 8, 9, 10, 11, 14)
 """CUlaunchAttributeID of a kernel node; programmatic launches are edges of a kind of their own."""
 TRAITS = (0, 1, 2, 3, 4, 5, 6)
 """CUfunction_attribute: threads, shared, constant and local bytes, registers, PTX, binary."""
@@ -244,9 +245,12 @@ class Reader:
             made = fresh.value or 0
             self._defaults[function] = {each: kernel_attribute(made, each) for each in ATTRIBUTES}
             self.driver("cuGraphDestroy", graph)
-        for attribute, default in self._defaults[function].items():
-            value = kernel_attribute(node, attribute)
-            if value is not None and value != default:
+        found = {each: kernel_attribute(node, each) for each in ATTRIBUTES}
+        defaults = self._defaults[function]
+        if found[CLUSTER] == defaults[CLUSTER]:
+            del found[CLUSTER_SCHEDULING]  # each captured node has it
+        for attribute, value in found.items():
+            if value is not None and value != defaults[attribute]:
                 yield index, attribute, value
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -105,8 +106,9 @@ def _plain(value: Any) -> Any:
     return tree_map(leaf, value)
 
 
-def call(operator: Mapping[str, Any]) -> Any:
-    """Call a noted operator on tensors of zeros. Raises `ValueError` if that cannot be done."""
+def prepared(operator: Mapping[str, Any]) -> Callable[[], Any]:
+    """The call of a noted operator, on memory of any values. Raises `ValueError` if that cannot be
+    done."""
 
     def made(value: Any) -> Any:
         if isinstance(value, list):
@@ -115,7 +117,7 @@ def call(operator: Mapping[str, Any]) -> Any:
             if "tensor" in value:
                 shape, stride, dtype = value["tensor"]
                 options: Any = {"dtype": getattr(torch, dtype), "device": "cuda"}
-                return torch.empty_strided(shape, stride, **options).zero_()
+                return torch.empty_strided(shape, stride, **options)
             if "dtype" in value:
                 return getattr(torch, value["dtype"])
             if "other" in value:
@@ -127,4 +129,4 @@ def call(operator: Mapping[str, Any]) -> Any:
     if package not in ("aten", "prims"):
         raise ValueError(operator["name"])
     function = getattr(getattr(getattr(torch.ops, package), name), overload)
-    return function(*made(operator["args"]), **made(operator["kwargs"]))
+    return partial(function, *made(operator["args"]), **made(operator["kwargs"]))
