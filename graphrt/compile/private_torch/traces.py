@@ -119,12 +119,30 @@ def trace_facts() -> TraceFacts:
 def relied_on(values: Sequence[Any]) -> tuple[Any, ...]:
     """The relations of sizes, in sympy, that a trace relies on by now: the trace that has the
     symbolic sizes of `values`, tensors and numbers. () if no size is symbolic."""
+    env = _shape_env(values)
+    return () if env is None else tuple(guard.expr for guard in env.guards)
+
+
+def known_of_sizes(values: Sequence[Any]) -> dict[str, object]:
+    """All that the trace of `values` knows of its sizes, as texts: relations, ranges, and relations
+    of sizes that data decide, which it only asserts."""
+    env = _shape_env(values)
+    if env is None:
+        return {}
+    asserted = private_attribute(env, "deferred_runtime_asserts", _NO_TRACE).values()
+    ranges = private_attribute(env, "var_to_range", _NO_TRACE).items()
+    return {
+        "relations": sorted({str(guard.expr) for guard in env.guards}),
+        "asserted": sorted({str(each.expr) for several in asserted for each in several}),
+        **{f"range of {symbol}": str(within) for symbol, within in ranges},
+    }
+
+
+def _shape_env(values: Sequence[Any]) -> Any:
+    """The shape environment of the symbolic sizes of `values`; None if there are none."""
     sizes = (size for each in values for size in getattr(each, "shape", (each,)))
     symbolic = next((size for size in sizes if isinstance(size, torch.SymInt)), None)
-    if symbolic is None:
-        return ()
-    env = private_attribute(symbolic.node, "shape_env", _NO_TRACE)
-    return tuple(guard.expr for guard in private_attribute(env, "guards", _NO_TRACE))
+    return None if symbolic is None else private_attribute(symbolic.node, "shape_env", _NO_TRACE)
 
 
 def expressions(size: torch.SymInt | torch.SymFloat | torch.SymBool) -> tuple[Any, Any]:
