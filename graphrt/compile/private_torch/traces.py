@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -14,6 +13,7 @@ import torch
 from torch import fx
 
 from graphrt.compile.private_torch.names import NAMES, private_attribute
+from graphrt.compile.private_torch.sources import size_place
 from graphrt.core.base.log import logger
 
 _NO_TRACE = "modules cannot be compiled"
@@ -42,9 +42,6 @@ torch_check: Callable[..., None] = NAMES.take(
     "torch._check", without="two arguments cannot share a batch axis"
 )
 """The function itself: Dynamo knows it by identity."""
-
-
-_SIZE = re.compile(r"(.+)\.size\(\)\[(\d+)\]$")
 
 
 class SideEffects(Protocol):
@@ -108,10 +105,8 @@ def trace_facts() -> TraceFacts:
     places: dict[Any, tuple[str, int]] = {}
     for symbol, sources in private_attribute(env, "var_to_sources", _NO_TRACE).items():
         for source in sources:
-            name = source.name() if callable(source.name) else str(source.name)
-            size = _SIZE.match(name)
-            if size:
-                places.setdefault(symbol, (size[1], int(size[2])))
+            if place := size_place(source):
+                places.setdefault(symbol, place)
     conditions = tuple(guard.expr for guard in private_attribute(env, "guards", _NO_TRACE))
     return TraceFacts(conditions, places, codes)
 
