@@ -17,6 +17,12 @@ NAMES = (
     "LISTED",
     "BOUND",
     "LATE",
+    "LOCAL",
+    "NAMED",
+    "FROM",
+    "BY_VARS",
+    "BY_GLOBALS",
+    "GOTTEN",
 )
 
 REACHED = {
@@ -49,25 +55,25 @@ torch._inductor.decomposition.decompositions[torch.ops.edits_reached.way.default
 import array, collections, functools
 import torch
 from torch import nn
-import values
+import values as given
 
 class Table:
     def __init__(self):
-        self.rows = {"a": values.ITEM}
+        self.rows = {"a": given.ITEM}
     def __getitem__(self, key):
         return self.rows[key] * 1.0
 
 class Strategy:
-    kind = values.CLASS
+    kind = given.CLASS
     def __init__(self):
-        self.scale = values.SCALE
+        self.scale = given.SCALE
     def apply(self):
         return self.inner() + self.kind
     def inner(self):
         return self.scale
     @functools.cached_property
     def cached(self):
-        return self.scale * values.CACHED
+        return self.scale * given.CACHED
 
 class Steps(list):
     def total(self):
@@ -75,30 +81,42 @@ class Steps(list):
 
 def by(x):
     return x
-by.factor = values.ATTRIBUTE
+by.factor = given.ATTRIBUTE
 
 @functools.singledispatch
 def chosen(n):
     return 0.0
 @chosen.register(int)
 def _(n):
-    return values.DISPATCHED
+    return given.DISPATCHED
 
 def add(x, much):
     return x + much
 
-table, strategy, cut = Table(), Strategy(), slice(0, values.CUT)
-getter = {"k": values.GOT}.get
-numbers = array.array("f", [values.PACKED])
+table, strategy, cut = Table(), Strategy(), slice(0, given.CUT)
+getter = {"k": given.GOT}.get
+numbers = array.array("f", [given.PACKED])
 steps = Steps([1.0])
-steps.more = values.MORE
-several = collections.UserList([values.LISTED])
-partial = functools.partial(add, much=values.BOUND)
+steps.more = given.MORE
+several = collections.UserList([given.LISTED])
+partial = functools.partial(add, much=given.BOUND)
 
-def way(x, *, late=values.LATE):
+BY_GLOBALS = given.BY_GLOBALS
+
+class State:
+    pass
+state = State()
+state.by_vars, state.gotten = given.BY_VARS, given.GOTTEN
+
+def way(x, *, late=given.LATE):
     y = x * table["a"] + strategy.apply() + strategy.cached
     y = by(y) * by.factor + chosen(1) + getter("k") + numbers[0]
     y = y + x[:, cut].sum(1, keepdim=True) + steps.total() + several[0]
+    import values
+    import values as renamed
+    from values import FROM
+    y = y * values.LOCAL + renamed.NAMED + FROM
+    y = y + vars(state)["by_vars"] + globals()["BY_GLOBALS"] * getattr(state, "gotten")
     return partial(y) + late
 """,
     "values.py": "\n".join(
@@ -194,7 +212,7 @@ EDITS = [
         "a registered case",
         "reached",
         MISS,
-        {"ways.py": ("return values.DISPATCHED", "return values.DISPATCHED + 1")},
+        {"ways.py": ("return given.DISPATCHED", "return given.DISPATCHED + 1")},
     ),
     Edit(
         "a function with the name of torch's",

@@ -20,6 +20,7 @@ PACKAGES = ("sympy", "mpmath", "numpy", "networkx", "triton")
 """Packages that torch itself calls; their versions are in the key."""
 Names = frozenset[str]
 _EMPTY = CellType()
+_BY_TEXT = {"getattr", "vars", "globals", "__dict__", "attrgetter", "methodcaller"}
 _HAS_DOCSTRING = 0x4000000
 """Flag of code, from Python 3.13 on."""
 
@@ -83,9 +84,21 @@ def _constant(value: object) -> str:
 
 def names_in(code: CodeType) -> Names:
     """The names of globals and attributes in code, and in the functions that are made in it; where
-    it asks for `getattr`, its texts may be names."""
+    it asks for names by texts, its texts may be names."""
     names = frozenset(name for each in codes_in(code) for name in each.co_names)
-    return names | texts_in(code) if "getattr" in names else names
+    return names if names.isdisjoint(_BY_TEXT) else names | texts_in(code)
+
+
+def imports_in(code: CodeType, package: str) -> Iterator[str]:
+    """The modules that code imports, whose `package` is given for relative ones."""
+    for each in codes_in(code):
+        instructions = list(dis.get_instructions(each))
+        for place, found in enumerate(instructions):
+            if found.opname == "IMPORT_NAME":
+                # Before it: the level, and the names that are imported from there.
+                level = instructions[place - 2].argval
+                name = f"{'.' * level if isinstance(level, int) else ''}{found.argval}"
+                yield importlib.util.resolve_name(name, package) if name[:1] == "." else name
 
 
 def is_library(value: Any) -> bool:

@@ -14,6 +14,7 @@ import builtins
 import enum
 import functools
 import hashlib
+import importlib
 import inspect
 import logging
 import operator
@@ -43,6 +44,7 @@ from graphrt.compile.cache.key.code import (
     arguments_of,
     code_digest,
     globals_set_by,
+    imports_in,
     is_library,
     is_library_file,
     names_in,
@@ -193,6 +195,9 @@ class Values:
                 yield f"{name} = {self.of(space[name], names)}"
             elif isinstance(getattr(builtins, name, None), FunctionType):
                 yield f"{name} = {self.of(getattr(builtins, name))}"
+        for name in imports_in(code, str(space.get("__package__"))):
+            if (module := _imported(name)) is not None:
+                yield f"import {name} = {self.of(module, names)}"
         if names & _ENVIRONMENT:
             for text in sorted(texts_in(code)):
                 if text in os.environ:
@@ -344,6 +349,14 @@ def _is_described(argument: Any) -> bool:
 
 def _has_attributes(value: Any) -> bool:
     return hasattr(value, "__dict__") or bool(_attributes(value))
+
+
+def _imported(name: str) -> ModuleType | None:
+    """A module that a function imports when it is called, which it may not have been yet."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None  # the function handles that, or raises
 
 
 def _attributes(value: Any) -> set[str]:
