@@ -23,6 +23,9 @@ NAMES = (
     "BY_VARS",
     "BY_GLOBALS",
     "GOTTEN",
+    "COMPUTED",
+    "OF_CLASS",
+    "OF_MODULE",
 )
 
 REACHED = {
@@ -104,9 +107,9 @@ partial = functools.partial(add, much=given.BOUND)
 BY_GLOBALS = given.BY_GLOBALS
 
 class State:
-    pass
+    class_1 = given.OF_CLASS
 state = State()
-state.by_vars, state.gotten = given.BY_VARS, given.GOTTEN
+state.by_vars, state.gotten, state.scale_1 = given.BY_VARS, given.GOTTEN, given.COMPUTED
 
 def way(x, *, late=given.LATE):
     y = x * table["a"] + strategy.apply() + strategy.cached
@@ -117,7 +120,9 @@ def way(x, *, late=given.LATE):
     from values import FROM
     y = y * values.LOCAL + renamed.NAMED + FROM
     y = y + vars(state)["by_vars"] + globals()["BY_GLOBALS"] * getattr(state, "gotten")
-    return partial(y) + late
+    number = x.dim() - 1
+    y = y * getattr(state, f"scale_{number}") + getattr(state, f"class_{number}")
+    return partial(y) + late + getattr(given, "OF_" + "module".upper())
 """,
     "values.py": "\n".join(
         f"{name} = {value}"

@@ -20,7 +20,7 @@ PACKAGES = ("sympy", "mpmath", "numpy", "networkx", "triton")
 """Packages that torch itself calls; their versions are in the key."""
 Names = frozenset[str]
 _EMPTY = CellType()
-_BY_TEXT = {"getattr", "vars", "globals", "__dict__", "attrgetter", "methodcaller"}
+BY_TEXT = {"getattr", "vars", "globals", "__dict__", "attrgetter", "methodcaller"}
 _HAS_DOCSTRING = 0x4000000
 """Flag of code, from Python 3.13 on."""
 
@@ -86,7 +86,7 @@ def names_in(code: CodeType) -> Names:
     """The names of globals and attributes in code, and in the functions that are made in it; where
     it asks for names by texts, its texts may be names."""
     names = frozenset(name for each in codes_in(code) for name in each.co_names)
-    return names if names.isdisjoint(_BY_TEXT) else names | texts_in(code)
+    return names if names.isdisjoint(BY_TEXT) else names | texts_in(code)
 
 
 def imports_in(code: CodeType, package: str) -> Iterator[str]:

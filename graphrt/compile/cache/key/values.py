@@ -40,6 +40,7 @@ from typing import Any
 import torch
 
 from graphrt.compile.cache.key.code import (
+    BY_TEXT,
     Names,
     arguments_of,
     code_digest,
@@ -245,7 +246,7 @@ class Values:
 
     def _module(self, module: ModuleType, names: Names) -> Iterator[str]:
         of_library = is_library(module)
-        for name in sorted(names & vars(module).keys()):
+        for name in sorted(_read_of(vars(module), {} if of_library else vars(module), names)):
             value = vars(module)[name]
             # Of a library only functions that someone else put there count.
             if not of_library or (isinstance(value, FunctionType) and not is_library(value)):
@@ -255,7 +256,8 @@ class Values:
         for each in kind.__mro__:
             attributes = vars(each)
             of_library = is_library(each)
-            for name in sorted((names | _called_unnamed(each)) & attributes.keys()):
+            named = names | _called_unnamed(each)
+            for name in sorted(_read_of(attributes, {} if of_library else attributes, named)):
                 value = attributes[name]
                 if not of_library or (isinstance(value, FunctionType) and not is_library(value)):
                     yield f"{_name(each)}.{name} = {self.of(value, names)}"
@@ -277,7 +279,8 @@ class Values:
         number = [base.__repr__(value) for base in _NUMBERS if isinstance(value, base)]
         names = _with_methods(kind, names)
         parts = [_name(kind), *number, *self._class(kind, names)]
-        held = {name: getattr(value, name) for name in names & _attributes(value)}
+        held = {name: getattr(value, name) for name in _attributes(value)}
+        held = {name: held[name] for name in _read_of(held, held, names)}
         parts += [f"{name} = {self.of(held[name], names)}" for name in sorted(held)]
         if not _has_attributes(value) and not number:
             if not is_library(kind):
@@ -307,6 +310,16 @@ def _without_comments(source: Any) -> Any:
         if isinstance(node, ast.FunctionDef) and ast.get_docstring(node, clean=False) is not None:
             del node.body[0]
     return ast.dump(tree)
+
+
+def _read_of(held: Mapping[str, Any], computed: Mapping[str, Any], names: Names) -> set[str]:
+    """The names of `held` that code reads: those in it, and where it asks by texts, which it may
+    have computed, all plain ones of `computed`."""
+    plain = {} if names.isdisjoint(BY_TEXT) else computed
+    return {
+        *(names & held.keys()),
+        *(n for n in plain if type(plain[n]) in _PLAIN and n[:2] != "__"),
+    }
 
 
 def _called_unnamed(kind: type) -> Names:
