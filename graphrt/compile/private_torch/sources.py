@@ -15,27 +15,28 @@ def source_name(source: Any) -> str:
 
 
 def readable(source: Any) -> str:
-    """The name in words of the forward: "module.layers.0", "x[0]"."""
-    base = getattr(source, "base", None)
+    """The name in words of the forward: "module.layers.0", "x[0]". Raises `NotImplementedError` for
+    what the forward makes itself."""
+    base, whole = getattr(source, "base", None), source_name(source)
     if base is None:
         name = str(getattr(source, "global_name", None) or getattr(source, "local_name", ""))
         imported = name.removeprefix("__import_")
         if imported != name:
             return imported.replace("_dot_", ".")
-        return "module" if name == TRACED else name or source_name(source)
+        return "module" if name == TRACED else name or whole
     inner, member = readable(base), getattr(source, "member", None)
     if member in _HELD or (member == "__self__" and inner == "module"):
         return inner
     if getattr(base, "member", None) in _HELD:
         return f"{inner}.{source.index}"
-    return source_name(source).replace(source_name(base), inner)
+    return whole.replace(source_name(base), inner)
 
 
 def is_argument(source: Any) -> bool:
     """Whether it is an argument of the traced call, or in one."""
     while hasattr(source, "base"):
         source = source.base
-    return hasattr(source, "local_name")
+    return type(source).__name__ == "LocalSource"
 
 
 def size_place(source: Any) -> tuple[str, int] | None:
