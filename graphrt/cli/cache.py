@@ -89,6 +89,29 @@ def show(
         _show(data, _console())
 
 
+@cache_app.command("why")
+def why(
+    key: Annotated[str, typer.Argument(help="A key, or how it begins; else the latest.")] = "",
+    directory: Directory = None,
+) -> None:
+    """Tell which part of a key differs from the nearest one, and how its last piece differs."""
+    from graphrt.compile.cache.entry import default_directory
+    from graphrt.compile.cache.listing import explain_miss, explain_pieces, find_key, stored_keys
+
+    where, console = directory or default_directory(), _console()
+    stored = stored_keys(where)
+    entry = stored[0] if stored and not key else find_key(where, key)
+    if entry.key is None:
+        _say(console, f"What {entry.name} was made of cannot be read.")
+        return
+    nearest, *differences = explain_miss(where, entry.key, but=entry.name)
+    _say(console, f"{entry.name}: {nearest}")
+    for rank in ["", *entry.ranks]:
+        lines = explain_pieces(entry, rank) if rank else differences
+        for indent, line in enumerate(lines):
+            _say(console, f"{'  ' if indent or not rank else ''}{line}")
+
+
 @cache_app.command("rm")
 def rm(
     keys: Annotated[list[str] | None, typer.Argument(help="Keys, or how they begin.")] = None,
@@ -154,12 +177,12 @@ def _show(data: dict[str, Any], console: Console) -> None:
     if groups is None:
         _say(console, "What it was made of cannot be read.")
     else:
-        for group in ("versions", "settings", "sources"):
+        for group in ("versions", "settings", "sizes"):
             table = _table(group, "")
             for name, value in groups[group].items():
-                text = value[:16] if group == "sources" else _value_text(value)
-                _row(table, name, text)
+                _row(table, name, _value_text(value))
             console.print(table)
+        _say(console, f"It calls {', '.join(groups['called']) or 'torch alone'},")
         _say(console, f"and {len(groups['compiler'])} settings of the compiler (--json)")
     for rank in data["ranks"]:
         _show_rank(rank, console)

@@ -1,4 +1,4 @@
-"""Keys of the compile cache, of sources that a test names, and pieces that are kept for them."""
+"""Keys of the compile cache, of code that a test names, and pieces that are kept for them."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from pathlib import Path
 
 from graphrt.compile.cache.entry import CacheEntry
 from graphrt.compile.cache.key.parts import CacheKey
-from graphrt.compile.cache.key.sources import TracedSources
+from graphrt.compile.cache.key.values import Values
 from graphrt.compile.cache.key.versions import compiler_settings, runtime_versions
 
 
 def cache_key(
     settings: Mapping[str, object],
-    sources: TracedSources | Mapping[str, str | Path | bytes],
+    called: Mapping[str, str | Path | bytes],
     *,
     versions: Mapping[str, str] | None = None,
     compiler: Mapping[str, object] | None = None,
     **others: Mapping[str, object],
 ) -> CacheKey:
-    """The key of code made from `sources`: those of a trace, or contents and paths by module.
+    """The key of code that calls functions, whose contents or files are `called` by name.
 
     `versions` are by default `runtime_versions()`, `compiler` is `compiler_settings()`;
     `others` are further groups.
@@ -31,21 +31,16 @@ def cache_key(
         {
             "versions": runtime_versions() if versions is None else versions,
             "settings": settings,
-            "compiler": compiler_settings() if compiler is None else compiler,
-            "sources": _digests(sources),
+            "compiler": compiler_settings(Values()) if compiler is None else compiler,
+            "called": {name: [_digest(each)] for name, each in called.items()},
             **others,
         }
     )
 
 
-def _digests(sources: TracedSources | Mapping[str, str | Path | bytes]) -> dict[str, str]:
-    if isinstance(sources, TracedSources):
-        return sources.digests()
-    digests = {}
-    for name, source in sources.items():
-        content = source if isinstance(source, bytes) else Path(source).read_bytes()
-        digests[name] = hashlib.sha256(content).hexdigest()
-    return digests
+def _digest(source: str | Path | bytes) -> str:
+    content = source if isinstance(source, bytes) else Path(source).read_bytes()
+    return hashlib.sha256(content).hexdigest()
 
 
 def saving(*names: str, content: bytes = b"code") -> Callable[[Path], None]:

@@ -151,6 +151,7 @@ def start(request: dict[str, Any]) -> dict[str, Any]:
             if "compile cache" in str(each.message) or "compiled code" in str(each.message)
         ]
     return {
+        "traced": figures.traces,
         "compiled": figures.compilations,
         "loaded": figures.loads,
         "right": right,
@@ -192,12 +193,14 @@ def serve() -> None:
     import torch
 
     import graphrt
+    from graphrt.compile.cache.key.values import Values
     from graphrt.compile.cache.key.versions import compiler_settings
 
     # What every start would import.
     torch.set_num_threads(1)
-    compiler_settings()
+    compiler_settings(Values())
     import torch._inductor.decomposition
+    import torch._inductor.lowering
     from torch._functorch.aot_autograd import aot_function
 
     graphrt.compile(lambda x: x + 1, ["x"]).ensure_compiled(torch.ones(3, 4))

@@ -116,5 +116,4 @@ def test_a_model_that_counts_tokens_by_its_cache_is_refused_with_advice_that_wor
         serve(Opt(given=False), Opt(given=False), pieces)
     said = str(caught.value)
     assert "attention_mask=" in said and "position_ids=" in said
-    assert "torch._check" not in said, "in a line of transformers"
     serve(Opt(given=True), Opt(given=False), pieces)

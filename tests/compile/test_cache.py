@@ -64,13 +64,14 @@ def test_an_entry_of_a_different_key_is_a_miss(root: Path):
 
 
 def test_a_miss_is_explained_by_the_nearest_entry(root: Path):
-    assert "nothing yet" in explain_miss(root, key_of())
+    assert "no other key" in explain_miss(root, key_of())[0]
     fill(root, key_of(b"1", backend="inductor", fast=True, level=3))
-    fill(root, key_of(b"2", backend="inductor", fast=True))
-    told = explain_miss(root, key_of(b"3", backend="inductor", fast=False))
-    assert "settings.fast: True -> False" in told and "sources.model: edited" in told
-    assert key_of(b"2", backend="inductor", fast=True).digest[:16] in told
-    assert "no such rank" in explain_miss(root, key_of(b"2", backend="inductor", fast=True))
+    fill(root, near := key_of(b"2", backend="inductor", fast=True))
+    nearest, *told = explain_miss(root, key_of(b"3", backend="inductor", fast=False))
+    assert nearest == f"{near.digest[:16]} is nearest"
+    assert told == ["settings.fast: True -> False", "called.model: edited"]
+    assert "no such rank" in explain_miss(root, near)[1]
+    assert near.digest[:16] not in explain_miss(root, near, but=near.digest[:16])[0]
 
 
 def test_each_rank_has_cache_entries_of_its_own(root: Path):
@@ -273,7 +274,7 @@ def test_the_debug_log_has_stores_and_loads(
         fill(root, key_of())
         CacheEntry(key_of(), root).load("piece_0")
     told = "\n".join(record.message for record in caplog.records)
-    assert "no entry" in told and "holds nothing yet" in told
+    assert "no entry" in told and "holds no other key" in told
     assert "stored piece_0 (" in told and "loaded piece_0 (" in told
 
 

@@ -186,11 +186,11 @@ WRONG_KINDS = {
     "None of a version": {"versions": {"torch": None}},
     "a list of a backend": {"settings": {"backend": ["inductor"]}},
     "a dict of a backend": {"settings": {"backend": {"a": 1}}},
-    "a number of a source": {"sources": {"net.model": 7}},
-    "a dict of a source": {"sources": {"net.model": {"a": 1}}},
+    "a number of a function": {"called": {"net.model": 7}},
+    "a list of a function": {"called": {"net.model": [{"a": 1}]}},
     "a lone surrogate": {"versions": {"torch": "\ud800"}},
     "a lone surrogate of a setting": {"settings": {"backend": "eager", "a": ["\udfff"]}},
-    "a lone surrogate of a name": {"sources": {"net\ud800": "0" * 64}},
+    "a lone surrogate of a name": {"called": {"net\ud800": ["0" * 64]}},
     "a lone surrogate of a compiler's": {"compiler": {"\ud800": 1}},
 }
 
@@ -222,3 +222,28 @@ def test_a_folder_that_no_folder_can_be_is_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("GRAPHRT_CACHE_DIR", folder)
     with pytest.raises(InvalidOptionError, match="folder of the compile cache"):
         default_directory()
+
+
+def test_why_names_what_differs_from_the_nearest_key(directory: Path):
+    CacheEntry(key_of(b"three")).store("piece_0", saving())
+    told = run("why", name_of(b"one"))
+    assert f"{name_of(b'one')}: {name_of(b'three')} is nearest" in told
+    assert "called.net.model: edited" in told
+
+
+def test_why_shows_how_the_last_piece_differs_from_the_nearest_one(directory: Path):
+    rank = directory / name_of(b"one") / "rank_0"
+    for number, factor in enumerate(("2.0", "3.0")):
+        (rank / f"piece_{number}.txt").write_text(f"%0 = input\n%1 = mul (%0, float {factor})\n")
+        os.utime(rank / f"piece_{number}.piece", (number, number))
+    told = run("why", name_of(b"one"))
+    assert "piece_1 is the last piece, piece_0 the nearest to it" in told
+    assert "-%1 = mul (%0, float 2.0)" in told and "+%1 = mul (%0, float 3.0)" in told
+    assert "input" not in told
+
+
+def test_why_without_a_key_is_about_the_latest(directory: Path):
+    os.utime(directory / name_of(b"two"))
+    assert run("why").startswith((name_of(b"one"), name_of(b"two")))
+    with pytest.raises(InvalidOptionError, match="no such key"):
+        run("why", "xyz")

@@ -12,7 +12,6 @@ import torch
 from graphrt.compile import CompileOptions
 from graphrt.compile.cache.entry import CacheEntry
 from graphrt.compile.cache.key.parts import CacheKey, code_settings
-from graphrt.compile.cache.key.sources import TracedSources
 from graphrt.compile.cache.store import CompileCacheWarning, unpack
 from tests.compile.cache_keys import cache_key
 
@@ -36,9 +35,7 @@ def compiled() -> Any:
 
 @pytest.fixture(scope="module")
 def key() -> CacheKey:
-    sources = TracedSources()
-    sources.add(forward.__code__)
-    return cache_key(code_settings(CompileOptions()), sources)
+    return cache_key(code_settings(CompileOptions()), {"forward": forward.__code__.co_code})
 
 
 def load(path: Path) -> Any:

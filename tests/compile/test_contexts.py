@@ -28,14 +28,11 @@ BACKENDS = [
         marks=pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs g++"),
     ),
 ]
-fails: list[str] = []
 enters: list[TorchDispatchMode] = []
 
 
 @graphrt.opaque("tests_contexts::product", mutates=["out"])
 def product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    if fails:
-        raise ValueError(fails[0])
     out.copy_(x @ weight)
     for mode in enters:
         mode.__enter__()
@@ -85,11 +82,22 @@ def rows(seed: int, count: int = 4) -> torch.Tensor:
     return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
+class Between(Mixed):
+    """Autocast that begins and ends in one piece."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = multiplied(x, self.layer.weight)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            x = self.layer(x)
+            with torch.autocast("cpu", enabled=False):
+                x = self.layer(x.float())
+            x = self.layer(x).float()
+        return multiplied(x, self.layer.weight)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", [Mixed, Inferring])
-def test_an_opaque_operator_runs_in_its_surrounding_autocast_or_inference_mode(
-    kind, backend, tmp_path
-):
+@pytest.mark.parametrize("kind", [Between, Inferring])
+def test_a_piece_runs_in_the_autocast_or_inference_mode_that_it_enters(kind, backend, tmp_path):
     model, pool = kind().eval(), GraphPool("cpu")
     compile_options = CompileOptions(backend=backend, cache_dir=str(tmp_path))
     compiled = compile_module(model, ["x"], pool=pool, options=compile_options, in_place=False)
@@ -104,13 +112,15 @@ def test_an_opaque_operator_runs_in_its_surrounding_autocast_or_inference_mode(
                 torch.testing.assert_close(output, model(rows(step)), **near)
 
 
-@pytest.mark.parametrize("made", ["as it is", "compiled without a pool"])
-def test_an_eager_part_of_a_breakable_capture_runs_in_its_surrounding_autocast(made):
+def test_autocast_around_a_splitting_operator_is_refused():
+    with pytest.raises(CompileError, match="setting of torch around a splitting operator") as told:
+        compile_module(Mixed(), ["x"])(rows(0))
+    assert "autocast" in str(told.value)
+
+
+def test_an_eager_part_of_a_breakable_capture_runs_in_its_surrounding_autocast():
     model, pool = Mixed().eval(), GraphPool("cpu")
-    forward: Any = model
-    if made != "as it is":
-        forward = compile_module(model, ["x"], in_place=False)
-    with torch.no_grad(), runner_of(forward, pool) as runner:
+    with torch.no_grad(), runner_of(model, pool) as runner:
         runner.capture()
         for step in range(3):
             assert torch.equal(runner(Batch(4, 4, 1), x=rows(step)), model(rows(step)))
@@ -124,24 +134,6 @@ def test_an_eager_part_runs_in_the_autocast_of_the_caller():
         runner.capture()
         output = runner(Batch(4, 4, 1), x=rows(0))
     assert output.dtype is torch.bfloat16
-
-
-def test_autocast_is_restored_after_a_call_that_fails():
-    model = Mixed().eval()
-    compiled = compile_module(model, ["x"], in_place=False)
-    compiled(rows(0))
-    fails.append("not now")
-    try:
-        for _ in range(2):
-            with pytest.raises(ValueError, match="not now"):
-                compiled(rows(1))
-    finally:
-        fails.clear()
-    assert not torch.is_autocast_enabled("cpu")
-    assert torch.autocast_increment_nesting() == 1
-    assert torch.autocast_decrement_nesting() == 0
-    with torch.no_grad():
-        assert torch.equal(compiled(rows(2)), model(rows(2)))
 
 
 class Setting(Mixed):
@@ -211,6 +203,23 @@ def test_a_setting_between_splitting_operators_is_restored_after_a_call_that_fai
     assert found() == before
 
 
+def test_autocast_is_restored_after_a_call_that_fails():
+    model = Between().eval()
+    compiled = compile_module(model, ["x"], in_place=False)
+    with torch.no_grad():
+        compiled(rows(0))
+        enters.append(_Raising())
+        try:
+            with pytest.raises(ZeroDivisionError):
+                compiled(rows(1))
+        finally:
+            enters.pop().__exit__(None, None, None)
+        assert not torch.is_autocast_enabled("cpu")
+        assert torch.autocast_increment_nesting() == 1
+        assert torch.autocast_decrement_nesting() == 0
+        assert torch.equal(compiled(rows(2)), model(rows(2)))
+
+
 class _Dispatched(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
@@ -237,20 +246,6 @@ def test_a_sealed_runner_under_changed_settings_gives_the_results_of_the_module(
     assert run.last_dispatch.reason is graphrt.Reason.SETTINGS_CHANGED
     assert torch.equal(run(Batch(4, 4, 1), x=x), expected)
     assert run.last_dispatch.reason is graphrt.Reason.HIT
-
-
-class Writing(Mixed):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            x = multiplied(self.layer(x).float(), torch.eye(WIDTH))
-            with torch.no_grad():
-                self.layer.weight[0].mul_(2)
-            return self.layer(x)  # autocast has the old weight
-
-
-def test_a_parameter_that_is_written_under_autocast_around_an_operator_is_refused():
-    with pytest.raises(CompileError, match="writes a parameter under autocast"):
-        compile_module(Writing(), ["x"])(rows(0))
 
 
 def test_a_piece_given_a_number_read_from_a_tensor_ignores_compile_sizes():

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.compile import edits_served
+from tests.compile import edits_kept, edits_reached, edits_served
 from tests.compile.edits import AROUND, EDITS, HIT, MISS, PROGRAMS, Edit
 from tests.draws import rest_long
 
@@ -83,7 +83,8 @@ class Starts:
     def written(self, program: str) -> Path:
         directory = self.root / program / "source"
         directory.mkdir(parents=True, exist_ok=True)
-        for name, text in {**PROGRAMS, **edits_served.PROGRAMS}[program].items():
+        programs = {**PROGRAMS, **edits_served.PROGRAMS, **edits_reached.PROGRAMS}
+        for name, text in programs[program].items():
             (directory / name).write_text(text)
         return directory
 
@@ -93,7 +94,7 @@ class Starts:
         if program not in self._first:
             (record,) = self.run(self.given(program, directory, kept))
             self._first[program] = record
-            assert record["right"] and record["compiled"] and not record["loaded"], record
+            assert record.get("right") and record["compiled"] and not record["loaded"], record
         cache = self.root / program / "cache"
         shutil.rmtree(cache, ignore_errors=True)
         if kept.exists():
@@ -146,19 +147,30 @@ def starts(
 
 KEPT = (
     "nothing",
+    "a comment in the forward (plain)",
+    "a docstring of a helper (plain)",
+    "a comment in a composite body (composite)",
+    "a local variable's name (composite)",
+    "a comment in a Triton kernel (triton)",
+    "a part that becomes a helper (plain)",
     "a constant that is read by traced code",
     "a submodule's attribute",
     "a method of a class replaced by another file",
-    "the kernel of a custom operator",
     "what an opaque operator calls",
+    "a custom operator's fake",
     "a closure of a composite operator",
     "a variable of the environment that a composite operator reads",
     "a decomposition",
+    "a value reached by attribute",
+    "a value reached by packed",
+    "an item's method",
+    "a partial in a table",
     "a constant of a function that the graph calls",
     "a Triton kernel",
+    "a branch's limit on sizes",
     "autocast",
-    "a setting of Inductor",
-    "a source that is gone",
+    "a private setting of Inductor",
+    "a pass after fusion",
     "the program moved, a composite operator",
 )
 """One edit for each part of the key; test_cache_key.py and test_key_of_called_code.py have the
@@ -167,7 +179,11 @@ others in one process."""
 
 @pytest.mark.parametrize(
     "edit",
-    rest_long([*EDITS, *edits_served.EDITS], *KEPT, name=lambda edit: edit.name),
+    rest_long(
+        [*EDITS, *edits_served.EDITS, *edits_kept.EDITS, *edits_reached.EDITS],
+        *KEPT,
+        name=lambda edit: edit.name,
+    ),
     ids=lambda edit: edit.name,
 )
 def test_a_second_start_after_an_edit_hits_or_misses_as_the_table_says(starts: Starts, edit: Edit):
@@ -176,6 +192,7 @@ def test_a_second_start_after_an_edit_hits_or_misses_as_the_table_says(starts: S
     unsaved = starts.compiler == "inductor" and edit.program == "allowed"
     must = MISS if unsaved else edit.must
     assert (outcome(record), record.get("right")) == (must, True), record
+    assert record["traced"] == 1, "nothing is kept of a trace"
 
 
 # What has become of the cache itself -----------------------------------------------------------
@@ -280,10 +297,15 @@ def test_two_simultaneous_first_starts_are_right_and_a_third_start_hits(
     assert outcome(found_in(starts, tmp_path / "cache")) == HIT
 
 
-def test_a_start_with_an_unreadable_source_stores_nothing(starts: Starts, tmp_path: Path):
-    """A source that is gone is a miss at every start, not only at the first."""
+LARGE = "import torch; large = torch.ones(1 << 23); from torch._inductor import decomposition; "
+LARGE += "decomposition.decompositions['edits'] = lambda x: x + large"
+
+
+def test_a_start_with_a_dependency_too_large_to_compare_stores_nothing(
+    starts: Starts, tmp_path: Path
+):
+    """It is a miss at every start, not only at the first."""
     for _ in range(2):
-        gone = "import helpers, os; os.remove(helpers.__file__)"
-        record = found_in(starts, tmp_path / "cache", setup_after=gone)
+        record = found_in(starts, tmp_path / "cache", setup=LARGE)
         assert outcome(record) == MISS and "cannot be read" in told(record)
     assert not (tmp_path / "cache").exists()

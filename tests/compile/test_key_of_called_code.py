@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import linecache
 import operator
 import warnings
 import weakref
@@ -32,7 +31,6 @@ from graphrt.compile.cache.key.parts import (
     code_settings,
     compiler_variables,
 )
-from graphrt.compile.cache.key.sources import TracedSources
 from graphrt.compile.cache.key.values import Values
 from graphrt.compile.cache.store import CompileCacheWarning
 from graphrt.compile.private_torch.inductor import compiler_caches_apart
@@ -53,7 +51,7 @@ OTHER: dict[str, Any] = {
 
 
 def described(value: Any) -> tuple[str, list[str]]:
-    values = Values(TracedSources())
+    values = Values()
     return values.of(value), values.unknown
 
 
@@ -76,9 +74,9 @@ def test_every_option_listed_as_not_in_key_exists_and_has_a_reason():
 
 def test_every_documented_part_of_the_key_is_in_the_key():
     graph = fx.symbolic_trace(lambda x: x + 1)
-    compile_options = Compilation(CompileOptions(), [], graph, torch.device("cpu"))
+    compile_options = Compilation(CompileOptions(), graph)
     assert compile_options.key().groups.keys() == PARTS.keys()
-    assert compile_options.unknown == []
+    assert compile_options.values.unknown == []
 
 
 @pytest.mark.parametrize(
@@ -202,10 +200,8 @@ def key_of_operator(body: Any) -> tuple[str, list[str]]:
         x = graph.placeholder("x")
         x.meta["example_value"] = FakeTensorMode().from_tensor(torch.ones(2))
         graph.output(graph.call_function(torch.ops.test_called_body.op.default, (x,)))
-        compilation = Compilation(
-            CompileOptions(), [], fx.GraphModule({}, graph), torch.device("cpu")
-        )
-        return compilation.key().digest, compilation.unknown
+        compilation = Compilation(CompileOptions(), fx.GraphModule({}, graph))
+        return compilation.key().digest, compilation.values.unknown
 
 
 class Finalized:
@@ -274,14 +270,6 @@ def test_a_global_counter_that_the_function_advances_leaves_the_key():
     assert described(space["f"]) != before
 
 
-def test_state_of_a_function_that_is_only_run_leaves_the_key():
-    steps: dict[str, int] = {}
-    values = Values(TracedSources())
-    before = values.runs(closed_over(steps))
-    steps["a"] = 1
-    assert Values(TracedSources()).runs(closed_over(steps)) == before
-
-
 def test_a_tensor_too_large_to_read_is_named_as_unknown():
     assert described(closed_over(torch.empty(1 << 23)))[1]
     assert "content of a tensor" in described(closed_over(torch.empty(1 << 23)))[1][0]
@@ -318,37 +306,6 @@ def test_pieces_with_different_closures_of_the_same_name_are_distinct():
     x = torch.randn(3, 4)
     assert torch.equal(compiled(x), two_closures(x))
     assert compiled.figures.distinct_pieces == 2
-
-
-@pytest.mark.parametrize("asked", [False, True])
-def test_a_function_whose_source_file_is_gone_makes_the_key_unknown(tmp_path: Any, asked: bool):
-    """Nor if somebody has asked for a line of it, as torch 2.11 does where a library is made."""
-    gone = tmp_path / "gone.py"
-    gone.write_text("def body(x):\n    return x * 2\n")
-    space: dict[str, Any] = {"__name__": "gone"}
-    exec(compile(gone.read_text(), str(gone), "exec"), space)
-    assert not asked or linecache.getline(str(gone), 1)
-    gone.unlink()
-    inner = torch.compiler.allow_in_graph(space["body"])
-    graph = fx.Graph()
-    graph.output(graph.call_function(inner, (graph.placeholder("x"),)))
-    for node in graph.nodes:
-        node.meta["example_value"] = torch.ones(2)
-    compile_options = Compilation(
-        CompileOptions(), [], fx.GraphModule({}, graph), torch.device("cpu")
-    )
-    compile_options.key()
-    assert any("gone.py" in each for each in compile_options.unknown)
-
-
-def test_the_source_of_a_notebook_cell_is_readable(monkeypatch: pytest.MonkeyPatch):
-    name, source = "/nowhere/ipykernel_1/2.py", "def body(x):\n    return x * 2\n"
-    monkeypatch.setitem(
-        linecache.cache, name, (len(source), None, source.splitlines(keepends=True), name)
-    )
-    sources = TracedSources()
-    sources.add(compile(source, name, "exec"))
-    assert not sources.unreadable
 
 
 def test_caches_of_torch_are_kept_apart_by_the_key():

@@ -48,6 +48,8 @@ FORMAT_VARIABLE = "GRAPHRT_COMPILE_CACHE_SAVE_FORMAT"
 
 SAVE_FORMATS = ("binary", "unpacked")
 
+_MOST_SHOWN = 8
+"""So many differences are logged; `graphrt cache why` tells all."""
 _FLAGS = {"": False, "0": False, "false": False, "1": True, "true": True}
 
 
@@ -157,8 +159,9 @@ class CacheEntry:
             self.reject("all", error)
             return False
         if not pieces and logger.isEnabledFor(logging.DEBUG):
-            why = explain_miss(self._root, self.key)
-            logger.debug("no entry %s: %s", self.directory, why)
+            nearest, *differences = explain_miss(self._root, self.key)
+            why = ", ".join(differences[:_MOST_SHOWN])
+            logger.debug("no entry %s: %s: %s", self.directory, nearest, why)
         return pieces
 
     def _make_directory(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import json
 import os
 import re
@@ -18,6 +19,7 @@ from graphrt.compile.cache.store import (
     MOST_TEXT_BYTES,
     SUFFIX,
     TEMP_PREFIX,
+    TEXT_SUFFIX,
     DamagedError,
     read_piece,
     remove_tree,
@@ -28,7 +30,6 @@ from graphrt.core.base.option_values import shown
 _KEY_NAME = re.compile(r"[0-9a-f]{16}")
 _LEFTOVER_NAME = re.compile(re.escape(TEMP_PREFIX) + r"[0-9a-f]{12}")
 _RANK_PREFIX = "rank_"
-_MOST_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -108,18 +109,38 @@ def remove(keys: Iterable[StoredKey]) -> None:
                 remove_tree(leftover)
 
 
-def explain_miss(directory: Path, key: CacheKey) -> str:
-    """The differences from the nearest key of the directory, as text."""
-    stored = [(each.name, each.key) for each in stored_keys(directory) if each.pieces]
-    differences = {name: key.differences(other) for name, other in stored if other is not None}
+def explain_miss(directory: Path, key: CacheKey, *, but: str = "") -> list[str]:
+    """The nearest key of the directory, other than `but`, and the differences from it."""
+    stored = [each for each in stored_keys(directory) if each.pieces and each.name != but]
+    differences = {each.name: key.differences(each.key) for each in stored if each.key is not None}
     if not differences:
-        return f"{directory} holds nothing yet"
+        return [f"{directory} holds no other key"]
     name = min(differences, key=lambda each: len(differences[each]))
-    lines = differences[name]
+    return [f"{name} is nearest", *(differences[name] or ["it has no such rank"])]
+
+
+def explain_pieces(stored: StoredKey, rank: str) -> list[str]:
+    """The last piece of a rank, the nearest other one, and the lines of their graphs that differ:
+    two edits of a forward have one key, and pieces of their own."""
+    texts: dict[str, list[str]] = {}
+    with opened(stored.directory.parent, stored.name, _RANK_PREFIX + rank) as directory:
+        if directory is None:
+            return []
+        for name in stored.ranks[rank]:
+            with contextlib.suppress(OSError):
+                text = read_file(directory, name + TEXT_SUFFIX, MOST_TEXT_BYTES)
+                texts[name] = text.decode(errors="replace").splitlines()
+    folder = stored.directory / (_RANK_PREFIX + rank)
+    last = max(texts, key=lambda name: _changed_s(folder / (name + SUFFIX)), default="")
+    lines = {name: _different(text, texts[last]) for name, text in texts.items() if name != last}
     if not lines:
-        return f"{name} has no such rank"
-    more = f" and {len(lines) - _MOST_SHOWN} more" if len(lines) > _MOST_SHOWN else ""
-    return f"{name} is nearest: {'; '.join(lines[:_MOST_SHOWN])}{more}"
+        return []
+    name = min(lines, key=lambda each: len(lines[each]))
+    return [f"{last} is the last piece, {name} the nearest to it", *lines[name]]
+
+
+def _different(old: list[str], new: list[str]) -> list[str]:
+    return list(difflib.unified_diff(old, new, n=0, lineterm=""))[2:]
 
 
 def pieces_in(rank: Path) -> dict[str, int]:
@@ -165,8 +186,8 @@ def _check_texts(key: CacheKey) -> None:
     """Raise `TypeError` or `ValueError` for a key whose texts are something else, or cannot be
     printed: anybody may compute the digest of such a key."""
     groups = key.groups
-    texts = [*groups["versions"].values(), *groups["sources"].values()]
-    texts.append(groups["settings"].get("backend", ""))
+    texts = [*groups["versions"].values(), groups["settings"].get("backend", "")]
+    texts += [text for several in groups["called"].values() for text in several]
     "".join(texts)
     json.dumps(groups, ensure_ascii=False).encode()
 

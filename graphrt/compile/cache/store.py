@@ -26,6 +26,8 @@ from graphrt.core.base.texts import printable, size_text
 MAGIC = "graphrt compile cache 2"
 KEY_FILE = "key.json"
 SUFFIX = ".piece"
+TEXT_SUFFIX = ".txt"
+"""Of the graph of a piece, which only people and `graphrt cache why` read."""
 TEMP_PREFIX = ".tmp-"
 MOST_TEXT_BYTES = 16 << 20
 """Largest `key.json` that is read."""

@@ -197,10 +197,8 @@ def _backend(
     """The backend for the pieces of a traced call, and their entry in the cache."""
     cache, device = None, traced_call.device
     if options.backend != "eager":
-        traced = traced_call.traced
-        cache = CachedPieces.open(
-            Compilation(options, traced.codes, traced.graph, device, subject.small)
-        )
+        compilation = Compilation(options, traced_call.traced.graph, subject.small)
+        cache = CachedPieces.open(compilation)
     backend, figures.backend_reason = backend_for(
         options.backend,
         device.type,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import uuid
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ from graphrt.compile.backend.inductor import CompiledPiece
 from graphrt.compile.backend.process import new_directory
 from graphrt.compile.cache.entry import CacheEntry
 from graphrt.compile.cache.key.parts import Compilation
-from graphrt.compile.cache.store import unpack, warn
+from graphrt.compile.cache.store import TEXT_SUFFIX, unpack, warn
 from graphrt.core.base.texts import error_line
 
 
@@ -31,7 +32,7 @@ class CachedPieces:
         """The entry for a compilation. It keeps nothing, with a warning, if a dependency of the
         code cannot be read."""
         options, key = compilation.options, compilation.key()
-        unknown = compilation.unknown
+        unknown = compilation.values.unknown
         if unknown:
             more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
             why = "what it depends on cannot be read"
@@ -71,8 +72,10 @@ class CachedPieces:
             self.entry.reject(name, error_line(error))
             return None
 
-    def store(self, name: str, compiled: CompiledPiece) -> None:
-        """Keep a piece; one that the compiler cannot save is compiled again at every start."""
+    def store(self, name: str, compiled: CompiledPiece, graph: Sequence[str]) -> None:
+        """Keep a piece, and lines about its graph; a piece that the compiler cannot save is
+        compiled again at every start."""
+        self.entry.write_text(name + TEXT_SUFFIX, "\n".join(graph) + "\n")
         try:
             self.entry.store(name, lambda path: compiled.save(path, self.entry.save_format))
         except Exception as error:

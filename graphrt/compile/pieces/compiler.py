@@ -28,7 +28,7 @@ from graphrt.compile.private_torch.inductor import compiler_caches_apart
 from graphrt.compile.private_torch.operators import storage_identity
 from graphrt.compile.split.graph import Piece, returned_count, uncompiled, written_between
 from graphrt.compile.split.groups import splits_at
-from graphrt.compile.split.identity import fingerprint
+from graphrt.compile.split.identity import fingerprint, normalised
 from graphrt.compile.trace.call import TracedCall
 from graphrt.compile.trace.sizes import is_number, placeholders, value_of
 from graphrt.core.base.errors import GraphRTError
@@ -198,7 +198,7 @@ class Compiler:
         self._figures.compilations += 1
         self._figures.static_compilations += static
         if self.cache is not None and not why_eager:
-            self.cache.store(name, compiled)
+            self.cache.store(name, compiled, normalised(graph))
         code: Callable[..., Any] = compiled
         return code
 

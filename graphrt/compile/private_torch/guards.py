@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import CodeType, FunctionType, ModuleType
@@ -14,6 +13,12 @@ import torch
 from torch import fx
 
 from graphrt.compile.private_torch.names import NAMES, private_attribute
+from graphrt.compile.private_torch.sources import (
+    defaults_name,
+    is_argument,
+    readable,
+    source_name,
+)
 from graphrt.core.base.errors import MissingTorchNameError
 
 _NO_GUARDS = "what changes outside of the arguments of compiled code is not seen"
@@ -34,9 +39,7 @@ _SHORT_CUTS = {
 
 # Sizes, what the graph reads, and the settings of the process are compared elsewhere.
 _NOT_KEPT = frozenset(("SHAPE_ENV", "TENSOR_SUBCLASS_METADATA_MATCH"))
-_ARGUMENT = "L["
 _COMPARED_BY_ID = (FunctionType, CodeType, type, ModuleType)
-_DEFAULT = re.compile(r"(.+\.__defaults__)\[\d+\]")
 
 
 class GuardEntry(Protocol):
@@ -65,8 +68,8 @@ class GuardFilter:
     def __init__(self, text_of: Callable[[object], str]) -> None:
         """`text_of` describes a value in few words, for errors."""
         self._text_of = text_of
-        self.texts: dict[str, str] = {}
-        """Dynamo's name of a value -> its text at the trace."""
+        self.texts: dict[str, tuple[str, str]] = {}
+        """Dynamo's name of a value -> its name in words of the forward, its text at the trace."""
         self.zeros: dict[str, None] = {}
         """Names of floats that are 0.0 or -0.0."""
         self.defaults: dict[str, None] = {}
@@ -79,14 +82,15 @@ class GuardFilter:
 
     def __call__(self, entries: Sequence[GuardEntry]) -> list[bool]:
         for each in entries:
+            source, name = each.orig_guard.originating_source, _name(each)
             if each.has_value:
-                self.texts[_name(each)] = self._text_of(each.value)
+                self.texts[name] = readable(source), self._text_of(each.value)
                 kind = each.value if isinstance(each.value, type) else type(each.value)
                 self.kinds[kind] = None
             if each.has_value and type(each.value) is float and each.value == 0:
-                self.zeros[_name(each)] = None
-            if default := _DEFAULT.fullmatch(_name(each)):
-                self.defaults[default[1]] = None
+                self.zeros[name] = None
+            if default := defaults_name(source):
+                self.defaults[default] = None
             if each.has_value and isinstance(each.value, _COMPARED_BY_ID):
                 # The guard compares ids, and another object may get the id of a freed one.
                 self.kept_alive.append(each.value)
@@ -94,8 +98,9 @@ class GuardFilter:
 
     def _is_kept(self, entry: GuardEntry) -> bool:
         if entry.guard_type == "TENSOR_MATCH":
-            name = _name(entry)
-            return not name.startswith(_ARGUMENT) and name not in self.read
+            return not is_argument(entry.orig_guard.originating_source) and (
+                _name(entry) not in self.read
+            )
         if entry.guard_type == "DUPLICATE_INPUT":
             # Tied tensors are compared elsewhere, two names of one module are not.
             return entry.has_value and not isinstance(entry.value, torch.Tensor)
@@ -104,8 +109,7 @@ class GuardFilter:
 
 def _name(entry: GuardEntry) -> str:
     """Dynamo's name of a value; `entry.name` is a shortened one in some versions."""
-    name = entry.orig_guard.name
-    return str(name() if callable(name) else name)
+    return source_name(entry.orig_guard)
 
 
 def names_read(graph: fx.GraphModule) -> frozenset[str]:
@@ -114,7 +118,7 @@ def names_read(graph: fx.GraphModule) -> frozenset[str]:
     for node in graph.graph.find_nodes(op="placeholder"):
         source = getattr(node.meta.get("grapharg"), "source", None)
         if source is not None:
-            names.add(str(source.name() if callable(source.name) else source.name))
+            names.add(source_name(source))
     return frozenset(names)
 
 
@@ -132,8 +136,8 @@ class _Property(NamedTuple):
 
 
 class Broken(NamedTuple):
-    """A guard that does not hold, as Dynamo writes it; its value's name ("" for none), with texts
-    of the value now and at the trace."""
+    """A guard that does not hold, as Dynamo writes it but for the name; its value's name in words
+    of the forward ("" for none), with texts of the value now and at the trace."""
 
     name: str
     got: str
@@ -196,7 +200,8 @@ class Guards:
             got = self._text_of(eval(name, scope, {"L": arguments, "G": self._globals}))
         except (AttributeError, IndexError, KeyError, NameError, TypeError):
             got = "nothing"
-        return Broken(name, got, self._texts[name], guard)
+        words, before = self._texts[name]
+        return Broken(words, got, before, guard.replace(name, words))
 
     def _property_of(
         self,

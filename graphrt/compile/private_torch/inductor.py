@@ -12,7 +12,6 @@ import torch.compiler.config
 from torch import fx
 
 from graphrt.compile.private_torch.names import NAMES, private_attribute
-from graphrt.core.base.errors import MissingTorchNameError
 
 _NO_KEY = "compiled code cannot be kept: use backend='eager'"
 _NO_INDUCTOR = "pieces run eagerly, and the figures say why"
@@ -20,16 +19,19 @@ _CONFIGS = {
     name: NAMES.declare(f"torch._{name}.config.save_config_portable", without=_NO_KEY)
     for name in ("dynamo", "functorch", "inductor")
 }
-_PASSES = {
-    name: NAMES.declare(f"torch._inductor.config.{name}", without="nobody can have set it")
-    for name in (
-        "pre_grad_custom_pass",
-        "joint_custom_pre_pass",
-        "joint_custom_post_pass",
-        "post_grad_custom_pre_pass",
-        "post_grad_custom_post_pass",
-    )
-}
+_INDUCTOR = NAMES.declare("torch._inductor.config", without=_NO_KEY)
+_BACKENDS = NAMES.declare("torch._inductor.codegen.common", without=_NO_KEY)
+_PASSES = (
+    "pre_grad_custom_pass",
+    "joint_custom_pre_pass",
+    "joint_custom_post_pass",
+    "post_grad_custom_pre_pass",
+    "post_grad_custom_post_pass",
+    "_pre_fusion_custom_pass",
+    "_post_fusion_custom_pass",
+    "_fuse_ddp_communication_passes",
+)
+"""Settings that no file can hold. Not every version has them all."""
 # The whole path: the shorter one is the module of the same name.
 _COMPILE = NAMES.declare(
     "torch._inductor.standalone_compile.standalone_compile", without=_NO_INDUCTOR
@@ -66,26 +68,24 @@ class Artifact(Protocol):
     def save(self, *, path: str, format: SaveFormat) -> None: ...
 
 
-def portable_settings() -> dict[str, object]:
-    """Every setting of Dynamo, AOTAutograd and Inductor that a file can hold, "dynamo.NAME"."""
-    return {
+def compiler_settings() -> dict[str, Any]:
+    """Every setting of Dynamo, AOTAutograd and Inductor that changes code, private ones too,
+    "dynamo.NAME"; and passes and backends that users have added to Inductor's."""
+    found = {
         f"{prefix}.{name}": value
         for prefix, save in _CONFIGS.items()
-        for name, value in save.find()().items()
+        for name, value in save.find()(ignore_private_configs=False).items()
+        if not name.startswith(("_save_config", "_cache_config"))
     }
-
-
-def custom_passes() -> dict[str, object]:
-    """Passes that users have added to Inductor's, by the name of the setting."""
-    passes: dict[str, object] = {}
-    for name, setting in _PASSES.items():
-        try:
-            value = setting.find()
-        except MissingTorchNameError:
-            continue
-        if value is not None:
-            passes[name] = value
-    return passes
+    passes = {name: getattr(_INDUCTOR.find(), name, None) for name in _PASSES}
+    found.update((f"inductor.{name}", each) for name, each in passes.items() if each)
+    backends = _BACKENDS.find()
+    for table in ("custom_backend_passes", "custom_backend_codegen_configs"):
+        for device, each in getattr(backends, table, {}).items():
+            if each is not None:
+                save = getattr(each, "save_config_portable", None)
+                found[f"{table}.{device}"] = each if save is None else save()
+    return found
 
 
 def generates_code(device_type: str) -> bool:

@@ -113,6 +113,31 @@ def storage_identity(tensor: torch.Tensor) -> int:
     return int(private_attribute(tensor.untyped_storage(), "_cdata", _STORAGE.without))
 
 
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no memory, as in a trace."""
+    return hasattr(tensor, "fake_mode")
+
+
+def tensor_text(tensor: torch.Tensor) -> str:
+    """All that a compiler knows of a tensor but its content, what it shares memory with, and the
+    parts of a subclass (`inner_tensors`)."""
+    kind = "Parameter" if isinstance(tensor, torch.nn.Parameter) else type(tensor).__qualname__
+    kind += " conjugated" * tensor.is_conj() + " negated" * tensor.is_neg()
+    strides = tensor.stride() if tensor.layout is torch.strided else ""
+    shape = tuple(tensor.shape)
+    return f"{kind} {tensor.dtype} {tensor.device} {tensor.layout} {shape} {strides}"
+
+
+def inner_tensors(tensor: torch.Tensor) -> list[Any]:
+    """The parts of a tensor of a subclass that is made of others, and what else it is made of; none
+    of another tensor."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        return []
+    names, context = flatten()
+    return [context, *names, *(getattr(tensor, name) for name in names)]
+
+
 def is_transformed(tensor: torch.Tensor) -> bool:
     """Whether a tensor belongs to a transform of `torch.func`, such as a row of `vmap`, whose
     memory is unknown."""

@@ -10,6 +10,7 @@ from pathlib import PurePath
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import fx
 
 from graphrt.compile.private_torch.names import NAMES, private_attribute
@@ -41,8 +42,6 @@ _TABLES = {
 }
 _MODE = NAMES.declare("torch.utils._python_dispatch.TorchDispatchMode", without=_NO_KEY)
 _OVERLOAD = NAMES.declare("torch._ops.OpOverload", without=_NO_KEY)
-# In torch 2.11, lowerings of Python's operators have the modules of these.
-_TORCHS_MODULES = ("torch", "functools", "_operator", "math", "builtins")
 _LOCATION = re.compile(r"registered at (\S+?):\d+")
 
 _functions: dict[str, tuple[Any, ...]] = {}
@@ -82,35 +81,33 @@ def _dispatch_lines(operator: Any) -> list[str]:
     return [line for line in text.splitlines() if not line.startswith(FREE_KEYS)]
 
 
-def python_functions(operator: Any) -> tuple[list[Any], list[Any]]:
-    """The Python functions and Triton kernels behind an overload: first those that a compiler may
-    take into its code, then those that are called when the code runs."""
+def python_functions(operator: Any) -> list[Any]:
+    """The Python functions and Triton kernels behind an overload that a compiler may take into its
+    code: not those that are called when the code runs, such as the body of an opaque operator."""
     name = overload_name(operator) or ""
     custom = _CUSTOM.find().get(name)
     entries = private_attribute(
         _SIMPLE.find(), "_data", _NO_KEY
     )  # to look it up by name would add it, in 2.11
     entry = entries.get(str(private_attribute(operator, "_name", _NO_KEY)).removesuffix(".default"))
-    run, *baked_in = _functions.get(name, (None,))
-    called = [] if run is None else [run]
-    if custom is not None:
-        called += _callables(vars(custom))
+    run, fake = _functions.get(name, (None, None))
+    functions = [fake, *_value_of(_KERNELS, {}).get(name, ())]
     if entry is not None:
-        baked_in += _callables(vars(private_attribute(entry, "fake_impl", _NO_KEY)))
-        baked_in += _callables(vars(private_attribute(entry, "torch_dispatch_rules", _NO_KEY)))
-    baked_in += _callables(private_attribute(operator, "py_kernels", _NO_KEY))
-    return [*baked_in, *_value_of(_KERNELS, {}).get(name, ())], called
+        functions += _callables(vars(private_attribute(entry, "fake_impl", _NO_KEY)))
+        functions += _callables(vars(private_attribute(entry, "torch_dispatch_rules", _NO_KEY)))
+    functions += _callables(private_attribute(operator, "py_kernels", _NO_KEY))
+    # Inductor computes constants by such an operator while it compiles.
+    if torch.Tag.pointwise in operator.tags:
+        functions += [run, *([] if custom is None else _callables(vars(custom)))]
+    return functions
 
 
-def tables_of_others() -> Iterator[tuple[str, Any]]:
-    """Decompositions, meta functions and lowerings that do not come with torch, by their names."""
+def tables() -> Iterator[tuple[str, Any]]:
+    """Decompositions, meta functions and lowerings, by their names."""
     for kind, table in _TABLES.items():
-        if table.path.rpartition(".")[0] not in sys.modules:
-            continue  # not imported yet, so it has torch's own functions only
+        # Imported here if it is not yet: every start finds the same.
         for target, function in _value_of(table, {}).items():
-            module = getattr(function, "__module__", None) or "torch"
-            if module.partition(".")[0] not in _TORCHS_MODULES:
-                yield f"{kind} {target}", function
+            yield f"{kind} {target}", function
 
 
 def triton_call(node: fx.Node) -> tuple[dict[str, Any], tuple[Any, Any]] | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -14,6 +13,7 @@ import torch
 from torch import fx
 
 from graphrt.compile.private_torch.names import NAMES, private_attribute
+from graphrt.compile.private_torch.sources import size_place
 from graphrt.core.base.log import logger
 
 _NO_TRACE = "modules cannot be compiled"
@@ -42,9 +42,6 @@ torch_check: Callable[..., None] = NAMES.take(
     "torch._check", without="two arguments cannot share a batch axis"
 )
 """The function itself: Dynamo knows it by identity."""
-
-
-_SIZE = re.compile(r"(.+)\.size\(\)\[(\d+)\]$")
 
 
 class SideEffects(Protocol):
@@ -108,10 +105,8 @@ def trace_facts() -> TraceFacts:
     places: dict[Any, tuple[str, int]] = {}
     for symbol, sources in private_attribute(env, "var_to_sources", _NO_TRACE).items():
         for source in sources:
-            name = source.name() if callable(source.name) else str(source.name)
-            size = _SIZE.match(name)
-            if size:
-                places.setdefault(symbol, (size[1], int(size[2])))
+            if place := size_place(source):
+                places.setdefault(symbol, place)
     conditions = tuple(guard.expr for guard in private_attribute(env, "guards", _NO_TRACE))
     return TraceFacts(conditions, places, codes)
 
@@ -119,12 +114,30 @@ def trace_facts() -> TraceFacts:
 def relied_on(values: Sequence[Any]) -> tuple[Any, ...]:
     """The relations of sizes, in sympy, that a trace relies on by now: the trace that has the
     symbolic sizes of `values`, tensors and numbers. () if no size is symbolic."""
+    env = _shape_env(values)
+    return () if env is None else tuple(guard.expr for guard in env.guards)
+
+
+def known_of_sizes(values: Sequence[Any]) -> dict[str, object]:
+    """All that the trace of `values` knows of its sizes, as texts: relations, ranges, and relations
+    of sizes that data decide, which it only asserts."""
+    env = _shape_env(values)
+    if env is None:
+        return {}
+    asserted = private_attribute(env, "deferred_runtime_asserts", _NO_TRACE).values()
+    ranges = private_attribute(env, "var_to_range", _NO_TRACE).items()
+    return {
+        "relations": sorted({str(guard.expr) for guard in env.guards}),
+        "asserted": sorted({str(each.expr) for several in asserted for each in several}),
+        **{f"range of {symbol}": str(within) for symbol, within in ranges},
+    }
+
+
+def _shape_env(values: Sequence[Any]) -> Any:
+    """The shape environment of the symbolic sizes of `values`; None if there are none."""
     sizes = (size for each in values for size in getattr(each, "shape", (each,)))
     symbolic = next((size for size in sizes if isinstance(size, torch.SymInt)), None)
-    if symbolic is None:
-        return ()
-    env = private_attribute(symbolic.node, "shape_env", _NO_TRACE)
-    return tuple(guard.expr for guard in private_attribute(env, "guards", _NO_TRACE))
+    return None if symbolic is None else private_attribute(symbolic.node, "shape_env", _NO_TRACE)
 
 
 def expressions(size: torch.SymInt | torch.SymFloat | torch.SymBool) -> tuple[Any, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphrt.compile.split.contexts import check_settings, close_autocast, drop_inference_mode
+from graphrt.compile.split.contexts import check_settings, drop_inference_mode
 from graphrt.compile.split.effects import (
     check_metadata,
     check_roots,
@@ -88,7 +88,6 @@ def split(whole: fx.GraphModule, is_splitting: Callable[[fx.Node], bool]) -> lis
     forward_updates(graph)
     roles = Roles.of(graph, is_splitting)
     check_roots(graph, roles.views)
-    is_splitting = close_autocast(graph, is_splitting, roles)
     return _Cut(whole, partition(graph, is_splitting, roles), roles).pieces()
 
 

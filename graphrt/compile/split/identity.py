@@ -10,9 +10,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphrt.compile.cache.key.sources import TracedSources, is_library
+from graphrt.compile.cache.key.code import is_library
 from graphrt.compile.cache.key.values import Values
-from graphrt.compile.private_torch.operators import operator_names, storage_identity
+from graphrt.compile.private_torch.operators import (
+    inner_tensors,
+    operator_names,
+    storage_identity,
+    tensor_text,
+)
 from graphrt.compile.private_torch.registered import triton_call
 from graphrt.compile.split.graph import attribute_of
 from graphrt.compile.trace.sizes import value_of
@@ -41,7 +46,10 @@ def normalised(graph: fx.GraphModule, nodes: Iterable[fx.Node] | None = None) ->
         if node.op == "placeholder":
             lines.append(f"{name} = input {_described(value_of(node), storages)}")
         elif node.op == "output":
-            lines.append(f"return {_argument(node.args[0], numbers)}")
+            # Their devices too: of a piece without inputs nothing else tells the current one.
+            results = {n: value_of(n) for n in node.all_input_nodes}
+            kinds = (tensor_text(v) for v in results.values() if isinstance(v, torch.Tensor))
+            lines.append(f"return {_argument(node.args[0], numbers)}: {'; '.join(kinds)}")
         elif node.op == "get_attr":
             lines.append(f"{name} = {_attribute(graph, str(node.target))}")
         else:
@@ -68,7 +76,7 @@ def _body(node: fx.Node, kernel: object) -> str:
     """The content of a function or kernel, as two of one name may differ."""
     function = kernel if kernel is not None else node.target
     needs_body = isinstance(function, FunctionType) and not is_library(function)
-    return f" {Values(TracedSources()).of(function)}" if needs_body or kernel is not None else ""
+    return f" {Values().of(function)}" if needs_body or kernel is not None else ""
 
 
 def _attribute(graph: fx.GraphModule, target: str) -> str:
@@ -81,13 +89,17 @@ def _attribute(graph: fx.GraphModule, target: str) -> str:
 def _described(value: Any, storages: dict[int, int]) -> str:
     if not isinstance(value, torch.Tensor):
         return f"{type(value).__name__} {value}"
+    if parts := inner_tensors(value):
+        inside = (
+            _described(each, storages) if isinstance(each, torch.Tensor) else Values().of(each)
+            for each in parts
+        )
+        return f"{tensor_text(value)} of ({', '.join(inside)})"
     memory = ""
     if value.layout is torch.strided:
-        key = storage_identity(value)
-        memory = f"{value.stride()} in {storages.setdefault(key, len(storages))}"
-        memory += f" at {value.storage_offset()}"
-    kind = "Parameter" if isinstance(value, torch.nn.Parameter) else type(value).__name__
-    return f"{kind} {value.dtype} {value.device} {value.layout} {tuple(value.shape)} {memory}"
+        number = storages.setdefault(storage_identity(value), len(storages))
+        memory = f" in {number} at {value.storage_offset()}"
+    return tensor_text(value) + memory
 
 
 def _argument(value: Any, numbers: dict[fx.Node, str]) -> str:

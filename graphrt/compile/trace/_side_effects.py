@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from graphrt.compile.private_torch.sources import readable
 from graphrt.compile.private_torch.traces import SideEffects, side_effects
 
-_MODULE = re.compile(r"\._modules\['(\w+)'\]")
-_STATE = re.compile(r"\._(?:parameters|buffers)\b(?:\['(\w+)'\])?")
 _NOTHING = object()
 _PLAIN = (int, float, bool, str, bytes, type(None))
-_ARGUMENT = re.compile(r"^L\['(\w+)'\]")
-_IMPORT = re.compile(r"^G\['__import_(\w+?)'\]")
-_GLOBAL = re.compile(r"^G\['(\w+)'\]")
-_ROOT = re.compile(r"G\['_call'\](?:\.__self__)?")
 
 
 @dataclass(frozen=True)
@@ -193,14 +187,6 @@ def _is_kept(effects: SideEffects, variable: Any, before: object, container: Any
 def _name_of(source: Any) -> str | None:
     """The readable name of where a value comes from; None for a new object."""
     try:
-        return readable_name(source.name() if callable(source.name) else str(source.name))
+        return readable(source)
     except NotImplementedError:
         return None
-
-
-def readable_name(name: str) -> str:
-    """ "module.layers.0" from Dynamo's name of where a value comes from."""
-    name = _STATE.sub(lambda held: f".{held[1]}" if held[1] else "", _MODULE.sub(r".\1", name))
-    name = _ARGUMENT.sub(r"\1", _ROOT.sub("module", name))
-    name = _IMPORT.sub(lambda match: match[1].replace("_dot_", "."), name)
-    return _GLOBAL.sub(r"\1", name)

@@ -10,7 +10,7 @@ import torch
 
 from graphrt.compile.errors import RetraceError
 from graphrt.compile.private_torch.guards import Guards, function_modes, hooks_of_all_modules
-from graphrt.compile.trace._side_effects import Rewritten, readable_name
+from graphrt.compile.trace._side_effects import Rewritten
 from graphrt.compile.trace.parameters import Parameters
 from graphrt.compile.trace.subject import Method, kind_of, kind_text, method_of, value_text
 from graphrt.core.base.thread_mode import without_free_keys
@@ -109,11 +109,10 @@ class Outside:
         # would take it for a change of the tensor.
         if not hold() and not without_free_keys(hold):
             name, got, was, guard = self._guards.broken(arguments)
-            readable = readable_name(name) or "the module"
             # Equal texts, such as those of two functions, say nothing: then the guard does.
             if got == was:
-                was = _AS_TRACED if "___" in guard else guard.replace(name, readable)
-            raise _changed(readable, got, was or _AS_TRACED)
+                was = _AS_TRACED if "___" in guard else guard
+            raise _changed(name or "the module", got, was or _AS_TRACED)
         for value in self._rewritten:
             if not value.holds():
                 raise _changed(value.name, value_text(value.now()), value_text(value.value))

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphrt.compile.cache.key.sources import TracedSources, is_library, is_library_file
+from graphrt.compile.cache.key.code import is_library, is_library_file, is_torchs
 from graphrt.compile.cache.key.values import Values
 from graphrt.compile.private_torch.operators import is_higher_order, overload_name, overloads
 from graphrt.compile.private_torch.registered import (
@@ -28,7 +28,7 @@ from graphrt.compile.private_torch.registered import (
     python_calls,
     python_functions,
     registrations,
-    tables_of_others,
+    tables,
     triton_call,
 )
 from graphrt.compile.private_torch.traces import errors_told_once
@@ -40,40 +40,33 @@ _TENSOR = torch.Tensor
 _WATCHING = ("graphrt.core.", "graphrt.trust.", "graphrt.compile.")
 
 
-class CalledSources:
-    """Describes the code that `graph` calls and Dynamo did not trace, for the key of the cache.
+def called_code(graph: fx.GraphModule, values: Values) -> dict[str, list[str]]:
+    """Digests of the operators and functions that `graph` calls and Dynamo did not trace, by name,
+    in the order of the graph: two functions may share a name."""
+    called = _Called(values)
+    for each in graph.modules():
+        if isinstance(each, fx.GraphModule):
+            for node in each.graph.nodes:
+                called.add(node, outer=each is graph)
+    for name, function in tables():
+        if not is_torchs(function):
+            called.digests[name] = [values.of(function)]
+    return called.digests
 
-    `digests` are those of operators and functions by name; `unknown` names what could not be read.
-    """
 
-    def __init__(self, graph: fx.GraphModule, sources: TracedSources) -> None:
-        self._values = Values(sources)
+class _Called:
+    def __init__(self, values: Values) -> None:
+        self._values = values
         # Name of an operator, function, argument or attribute -> texts of all that have it.
-        self._digests: dict[str, list[str]] = {}
+        self.digests: dict[str, list[str]] = {}
         # Operators that are described already, and functions that were run with fake tensors.
         self._operators: set[Any] = set()
         self._watched: set[Any] = set()
-        for each in graph.modules():
-            if isinstance(each, fx.GraphModule):
-                for node in each.graph.nodes:
-                    self._node(node, outer=each is graph)
-        for name, function in tables_of_others():
-            self._add(name, self._values.of(function))
-
-    @property
-    def digests(self) -> dict[str, list[str]]:
-        """In the order of the graph: two functions may share a name."""
-        return self._digests
-
-    @property
-    def unknown(self) -> list[str]:
-        """Dependencies of the graph that cannot be compared in the next process."""
-        return self._values.unknown
 
     def _add(self, name: str, *described: str) -> None:
-        self._digests.setdefault(name, []).extend(described)
+        self.digests.setdefault(name, []).extend(described)
 
-    def _node(self, node: fx.Node, *, outer: bool) -> None:
+    def add(self, node: fx.Node, *, outer: bool) -> None:
         target: Any = node.target
         if node.op == "get_attr":
             self._attribute(node, outer=outer)
@@ -93,10 +86,8 @@ class CalledSources:
                 self._function(node, target)
 
     def _function(self, node: fx.Node, function: Any) -> None:
-        if isinstance(function, FunctionType) and is_library(function):
-            return
         module = getattr(function, "__module__", None) or ""
-        if module.partition(".")[0] in ("torch", "_operator", "builtins", "math"):
+        if is_torchs(function):
             return
         name = getattr(function, "__qualname__", type(function).__qualname__)
         self._add(f"{module}.{name}", self._values.of(function))
@@ -106,9 +97,7 @@ class CalledSources:
         if operator in self._operators or is_torchs_own(operator):
             return
         self._operators.add(operator)
-        baked_in, run = python_functions(operator)
-        described = [self._values.of(each) for each in baked_in]
-        described += [self._values.runs(each) for each in run]
+        described = [self._values.of(each) for each in python_functions(operator)]
         if has_compiled_kernels(operator):
             described += self._libraries(operator)
         self._add(str(operator), *registrations(operator), *described)

@@ -8,20 +8,21 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from types import CodeType
 from typing import Any
 
 import torch
 from torch import fx
 
-from graphrt.compile.cache.key.called import CalledSources
-from graphrt.compile.cache.key.sources import TracedSources
+from graphrt.compile.cache.key.called import called_code
+from graphrt.compile.cache.key.values import Values
 from graphrt.compile.cache.key.versions import (
     ambient_state,
     compiler_settings,
     runtime_versions,
 )
 from graphrt.compile.options import CompileOptions
+from graphrt.compile.private_torch.traces import known_of_sizes
+from graphrt.compile.trace.sizes import placeholders, value_of
 from graphrt.core.base.errors import InvalidOptionError
 
 NOT_IN_KEY = {
@@ -31,6 +32,7 @@ NOT_IN_KEY = {
 }
 """The options that are not in the key, and why. All others are, new ones too."""
 
+_TENSOR = torch.Tensor
 VARIABLES = re.compile(r"(TORCHINDUCTOR|TORCHDYNAMO|AOT|TRITON)_\w+")
 """Variables of the environment that compilers read, some at any time and not into a setting."""
 VARIABLES_NOT_IN_KEY = {
@@ -46,24 +48,26 @@ VARIABLES_NOT_IN_KEY = {
 
 @dataclass
 class Compilation:
-    """One compilation, of which a key is made: its options, its trace and its device."""
+    """One compilation, of which a key is made: its options and its trace."""
 
     options: CompileOptions
-    codes: Sequence[CodeType]
-    """The code objects that Dynamo traced."""
     graph: fx.GraphModule
-    device: torch.device
     small: Sequence[tuple[str, int]] = ()
     """The axes of size 0 or 1 that the code is for alone."""
-    sources: TracedSources = field(default_factory=TracedSources)
-    unknown: list[str] = field(default_factory=list)
-    """Dependencies that could not be read: the code is then neither kept nor loaded."""
+    values: Values = field(default_factory=Values)
+    """`values.unknown`: dependencies that cannot be compared in the next process. The code is then
+    neither kept nor loaded."""
 
     def key(self) -> CacheKey:
         """The key, of all `PARTS`; `unknown` is complete then."""
-        groups = {name: part(self) for name, part in PARTS.items()}
-        self.unknown += self.sources.unreadable
-        return CacheKey.from_groups(groups)
+        return CacheKey.from_groups({name: part(self) for name, part in PARTS.items()})
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """All devices that the graph computes on."""
+        values = (value_of(node) for node in self.graph.graph.nodes)
+        devices = {str(each.device): each.device for each in values if isinstance(each, _TENSOR)}
+        return [devices[name] for name in sorted(devices)] or [torch.device("cpu")]
 
 
 def code_settings(options: CompileOptions) -> dict[str, object]:
@@ -87,18 +91,9 @@ def _settings(compilation: Compilation) -> dict[str, object]:
     return {**code_settings(compilation.options), "small": list(compilation.small)}
 
 
-def _called(compilation: Compilation) -> dict[str, object]:
-    called = CalledSources(compilation.graph, compilation.sources)
-    compilation.unknown += called.unknown
-    return dict(called.digests)
-
-
-def _sources(compilation: Compilation) -> dict[str, str]:
-    for code in compilation.codes:
-        # Generated code has no file. Its operators are in the graph, whose hash names a piece.
-        if not code.co_filename.startswith("<"):
-            compilation.sources.add(code)
-    return compilation.sources.digests()
+def _sizes(compilation: Compilation) -> dict[str, object]:
+    """What the trace knows of the sizes: a compiler relies on it, and no piece says it."""
+    return known_of_sizes([value_of(node) for node in placeholders(compilation.graph)])
 
 
 Groups = dict[str, dict[str, Any]]
@@ -155,17 +150,16 @@ def _differences(group: str, old: Mapping[str, object], new: Mapping[str, object
             yield f"{what}: gone"
         elif old[name] != new[name]:
             changed = f"{old[name]} -> {new[name]}"
-            yield f"{what}: {'edited' if group in ('sources', 'called') else changed}"
+            yield f"{what}: {'edited' if group == 'called' else changed}"
 
 
 PARTS: dict[str, Callable[[Compilation], Mapping[str, object]]] = {
-    "versions": lambda compilation: runtime_versions(compilation.device),
+    "versions": lambda compilation: runtime_versions(*compilation.devices),
     "settings": _settings,
-    "compiler": lambda _: compiler_settings(),
-    "ambient": lambda compilation: ambient_state(compilation.device.type),
+    "compiler": lambda compilation: compiler_settings(compilation.values),
+    "ambient": lambda compilation: ambient_state(*(each.type for each in compilation.devices)),
     "environment": lambda _: compiler_variables(),
-    # Before the sources, to which it adds the files of called functions.
-    "called": _called,
-    "sources": _sources,
+    "sizes": _sizes,
+    "called": lambda compilation: called_code(compilation.graph, compilation.values),
 }
 """Each group of the key, and the function that fills it in."""

@@ -9,27 +9,26 @@ import os
 import platform
 import re
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from types import FunctionType
 
 import torch
 
-from graphrt.compile.cache.key.sources import PACKAGES, code_digest
-from graphrt.compile.private_torch.inductor import custom_passes, portable_settings
+from graphrt.compile.cache.key.code import PACKAGES
+from graphrt.compile.cache.key.values import Values
+from graphrt.compile.private_torch import inductor
 from graphrt.core.base.settings import settings
 
-_ADDRESS = re.compile(r"0x[0-9a-f]+")
 
+def runtime_versions(*devices: torch.device | str) -> dict[str, str]:
+    """Versions that compiled code on `devices` depends on (the current accelerator, or the CPU).
 
-def runtime_versions(device: torch.device | str | None = None) -> dict[str, str]:
-    """Versions that compiled code on `device` depends on (the current accelerator, or CPU).
-
-    The CPU's own features count on a CPU only: its compiled code uses all of them.
+    The CPU's own features count where it is among them: its compiled code uses all of them.
     """
-    target = torch.device(device) if device is not None else _accelerator()
+    targets = [torch.device(each) for each in devices] or [_accelerator()]
+    kinds = {each.type for each in targets}
     versions = {
         "graphrt": f"{_graphrt_version()}+{_package_digest()}",
         "python": f"{platform.python_implementation()} {platform.python_version()}",
@@ -39,9 +38,9 @@ def runtime_versions(device: torch.device | str | None = None) -> dict[str, str]
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
         **{name: _version(name) for name in ("torch_npu", *PACKAGES)},
-        "device": _device_name(target),
-        "driver": cuda_driver_version() if target.type == "cuda" else None,
-        "cpu": cpu_features() if target.type == "cpu" else None,
+        "device": ", ".join(sorted(set(map(_device_name, targets)))),
+        "driver": cuda_driver_version() if "cuda" in kinds else None,
+        "cpu": cpu_features() if "cpu" in kinds else None,
     }
     return {name: str(value) for name, value in versions.items() if value is not None}
 
@@ -110,27 +109,25 @@ def cpu_features() -> str:
     return f"{level} {hashlib.sha256(features.encode()).hexdigest()[:12]}"
 
 
-def ambient_state(device_type: str) -> dict[str, object]:
+def ambient_state(*kinds: str) -> dict[str, object]:
     """The settings of torch around a trace; for a CPU the number of threads, which its code has."""
-    found = {row.name: _plain(row.read()) for row in settings() if row.key}
-    if device_type == "cpu":
+    values = Values()
+    found = {row.name: _plain(row.read(), values) for row in settings() if row.key}
+    if "cpu" in kinds:
         found["threads"] = torch.get_num_threads()
     return found
 
 
-def compiler_settings() -> dict[str, object]:
+def compiler_settings(values: Values) -> dict[str, object]:
     """Every setting of Dynamo, AOTAutograd and Inductor that changes code, custom passes too.
 
     Raises `MissingTorchNameError` where this torch cannot tell them.
     """
-    settings = {name: _plain(value) for name, value in portable_settings().items()}
-    for name, value in custom_passes().items():
-        settings[f"inductor.{name}"] = _pass_identity(value)
-    return settings
+    return {name: _plain(each, values) for name, each in inductor.compiler_settings().items()}
 
 
-def _plain(value: object) -> object:
-    """A compiler's setting without paths or addresses of this machine."""
+def _plain(value: object, values: Values) -> object:
+    """A setting without paths or addresses of this machine; a function or pass by what it does."""
     if value is None or isinstance(value, (bool, int)):
         return value
     if isinstance(value, float):
@@ -138,31 +135,14 @@ def _plain(value: object) -> object:
     if isinstance(value, str):
         return Path(value).name if os.path.isabs(value) else value
     if isinstance(value, Mapping):
-        return {str(_plain(key)): _plain(each) for key, each in value.items()}
+        return {str(_plain(key, values)): _plain(each, values) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
+        return [_plain(each, values) for each in value]
     if isinstance(value, (set, frozenset)):
-        return sorted(json.dumps(_plain(each)) for each in value)
-    return _ADDRESS.sub("", repr(value))
-
-
-def _pass_identity(value: object) -> object:
-    """The `uuid` of a pass; without one, its bytecode."""
-    if isinstance(value, (list, tuple)):
-        return [_pass_identity(each) for each in value]
-    uuid_of: Callable[[], object] | None = getattr(value, "uuid", None)
-    if uuid_of is not None:
-        identity = uuid_of()
+        return sorted(json.dumps(_plain(each, values)) for each in value)
+    if hasattr(value, "uuid") and not isinstance(value, type):
+        identity = value.uuid()
         # None is torch's "do not cache me": such a key is never met again.
-        return uuid.uuid4().hex if identity is None else _plain_bytes(identity)
-    return sorted(f"{each.__qualname__} {code_digest(each.__code__)}" for each in _functions(value))
-
-
-def _plain_bytes(value: object) -> object:
-    return value.hex() if isinstance(value, bytes) else _plain(value)
-
-
-def _functions(value: object) -> Iterable[FunctionType]:
-    if isinstance(value, FunctionType):
-        return [value]
-    return [each for each in vars(type(value)).values() if isinstance(each, FunctionType)]
+        name = uuid.uuid4().hex if identity is None else repr(identity)
+        return f"{type(value).__qualname__} {name}"
+    return values.of(value)
