@@ -223,6 +223,16 @@ class CompiledModule:
         partitioned, _ = partitions(self.options, self._pool.platform.device_type)
         return PieceProvider.INDUCTOR if partitioned else PieceProvider.FX
 
+    def code_line(self, mode: GraphMode) -> str:
+        """Which code graphs of a plan in this mode run, for people."""
+        whole = "pieces" if self.options.full == "pieces" else "the whole graph"
+        if self.whole_graph:
+            whole = "the whole graph"
+        names = {GraphMode.FULL: whole, GraphMode.PIECEWISE: "pieces"}
+        code = [f"{names[each]} for {each.name}" for each in mode.runtime_modes]
+        option = f" (full={self.options.full!r})" if mode.has_full and not self.whole_graph else ""
+        return f"Compiled {type(self.module).__name__}: {', '.join(code) or whole}{option}"
+
     @property
     def figures(self) -> Figures:
         """Counts and times of compiling; all zero before."""
@@ -468,7 +478,7 @@ class CompiledModule:
         self, subject: Subject, bound: inspect.BoundArguments, has: Built | None = None
     ) -> Built:
         """The code for a subject; of one that `has` some the rest."""
-        wrapping, modes = None, self._modes or {GraphMode.PIECEWISE}
+        wrapping, modes = None, self._modes
         if self._pool is not None:
             graph_options = self._wrapper_options or GraphOptions()
             wrapping = Wrapping(self._pool, graph_options, self._read_context, self._hooks)

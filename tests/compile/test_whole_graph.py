@@ -15,7 +15,13 @@ import torch
 from torch import nn
 
 from graphrt import Batch, GraphMode, GraphPool, GraphRunner, InputSpec, Reason
-from graphrt.compile import CompiledModule, CompileOptions, compile_module, opaque
+from graphrt.compile import (
+    CompiledModule,
+    CompileError,
+    CompileOptions,
+    compile_module,
+    opaque,
+)
 from graphrt.compile.pieces.assembly import Code
 from graphrt.errors import GraphQuarantinedWarning
 from tests.models.llama import Llama, llama_runner, step_inputs
@@ -287,3 +293,84 @@ def test_inductors_whole_graph_is_right_for_a_paged_llama(tmp_path, pieces):
             found = runner.verify(Batch(tokens, tokens, 1), **inputs)
             assert runner.last_dispatch.mode is GraphMode.FULL
             torch.testing.assert_close(found, original(**inputs), rtol=1e-4, atol=1e-4)
+
+
+@opaque("graphrt_whole::sorted", mutates=[], fake=torch.empty_like)
+def sorted_rows(x: torch.Tensor) -> torch.Tensor:
+    return x.sort(-1).values
+
+
+class Region(nn.Module):
+    def __init__(self, *, splits: bool) -> None:
+        super().__init__()
+        self.linear, self.splits = nn.Linear(4, 4), splits
+        self.cache: torch.Tensor
+        self.register_buffer("cache", torch.zeros(9, 4))
+
+    @torch.compiler.nested_compile_region
+    def forward(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        self.cache.index_copy_(0, rows, y)
+        return x + (sorted_rows(y) if self.splits else torch.softmax(y, -1))
+
+
+class Regions(nn.Module):
+    def __init__(self, *, splits: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Region(splits=splits) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x, rows)
+        return x
+
+
+def regions_runner(model: nn.Module, mode: str) -> GraphRunner:
+    rows = InputSpec(torch.int64, ("tokens",), pad=8, index=True)
+    return GraphRunner(
+        model, mode=mode, sizes=[1, 4, 8], inputs={**X, "rows": rows}, outputs=("tokens", 4)
+    )
+
+
+@pytest.mark.parametrize("splits", [True, False])
+def test_a_model_of_nested_regions_is_captured_in_full(tmp_path, splits):
+    torch.manual_seed(0)
+    model = Regions(splits=splits).requires_grad_(False)
+    reference = copy.deepcopy(model)
+    options = CompileOptions(backend="inductor", cache_dir=str(tmp_path))
+    compile_module(model, ["x", "rows"], options=options)
+    with regions_runner(model, "FULL") as runner:
+        runner.capture()
+        for tokens in (3, 8, 1):
+            x, rows = torch.randn(tokens, 4), torch.arange(tokens)
+            found = runner.verify(Batch(tokens, tokens), x=x, rows=rows)
+            torch.testing.assert_close(found, reference(x, rows))
+        for layer, other in zip(model.layers, reference.layers, strict=True):
+            torch.testing.assert_close(layer.cache[:8], other.cache[:8])
+
+
+def test_a_splitting_operator_in_a_region_is_refused_in_pieces():
+    model = Regions(splits=True).requires_grad_(False)
+    compile_module(model, ["x", "rows"])
+    with (
+        regions_runner(model, "FULL_AND_PIECEWISE") as runner,
+        pytest.raises(CompileError, match="in a region"),
+    ):
+        runner.capture()
+
+
+@pytest.mark.parametrize(
+    ("options", "mode", "line"),
+    [
+        ({}, "FULL_AND_PIECEWISE", "the whole graph for FULL, pieces for PIECEWISE (full='whole')"),
+        ({}, "PIECEWISE", "pieces for PIECEWISE"),
+        ({"full": "pieces"}, "FULL", "pieces for FULL (full='pieces')"),
+        ({}, "NONE", "the whole graph"),
+    ],
+)
+def test_a_plan_prints_which_code_its_graphs_run(options, mode, line):
+    compiled = compile_module(
+        Model(), ["x"], pool=GraphPool("cpu"), options=CompileOptions(**options), in_place=False
+    )
+    with runner_of(compiled, mode) as runner:
+        assert str(runner.plan).splitlines()[-1] == f"Compiled Model: {line}"

@@ -126,15 +126,18 @@ def build(
     graphs: bool,
 ) -> Built:
     """Compile a subject for calls like `bound`, and for graphs of these `modes`; nothing of it is
-    run. Where the whole graph cannot be compiled FULL graphs run the code of the pieces.
+    run. Where the whole graph cannot be compiled FULL graphs run the code of the pieces. Without
+    modes pieces are compiled, which serve all.
 
     Raises `CompileError` and its kinds.
     """
     make = partial(_Assembler, subject, bound, static_sizes, wrapping, graphs=graphs)
     assembler = make(options)
     pieces = whole = why_not = None
+    if GraphMode.PIECEWISE in modes:
+        assembler.check_regions()
     # First the pieces, which are right whatever the compiler does with the whole.
-    if GraphMode.PIECEWISE in modes or not assembler.is_split:
+    if GraphMode.FULL not in modes or GraphMode.PIECEWISE in modes or not assembler.is_split:
         pieces = whole = assembler.assemble(whole=False)
     if GraphMode.FULL not in modes:
         whole = whole if not assembler.is_split else None
@@ -198,6 +201,19 @@ class _Assembler:
         )
         """Whether FULL graphs have code of their own."""
         self.figures.trace_s = time.perf_counter() - started
+
+    def check_regions(self) -> None:
+        """Raise `CompileError` for a splitting operator in a graph inside of the graph, such as of
+        `nested_compile_region`: nothing splits that, and a piece would capture the operator."""
+        for name, region in self.traced_call.traced.graph.named_modules():
+            nodes = region.graph.nodes if name and isinstance(region, fx.GraphModule) else ()
+            for node in filter(self._is_splitting, nodes):
+                raise CompileError(
+                    f"a splitting operator is in a region, which PIECEWISE cannot split: {name}",
+                    got=node.format_node(),
+                    expected="splitting operators in the forward itself",
+                    advice="mode='FULL', or leave nested_compile_region out",
+                )
 
     def assemble(self, *, whole: bool) -> Code:
         """The code of the graph: of the `whole`, in which splitting operators stay, or of its
