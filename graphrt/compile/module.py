@@ -492,10 +492,11 @@ class CompiledModule:
             graphs=self._graphs,
         )
 
-    def _sizes_for(self, mode: GraphMode) -> list[int]:
-        """The sizes with code of their own, of graphs of this mode where plans have told them."""
-        sizes = self._sizes_of.get(mode)
-        return [size for size in self._static_sizes if sizes is None or size in sizes]
+    def _sizes_for(self, modes: Collection[GraphMode]) -> list[int]:
+        """The sizes with code of their own, of graphs of these modes where plans have told any."""
+        known = [self._sizes_of[mode] for mode in modes if mode in self._sizes_of]
+        sizes = set().union(*known) if known else self._static_sizes
+        return [size for size in self._static_sizes if size in sizes]
 
 
 def _mode_of(context: ForwardContext | None) -> GraphMode:

@@ -374,3 +374,16 @@ def test_a_plan_prints_which_code_its_graphs_run(options, mode, line):
     )
     with runner_of(compiled, mode) as runner:
         assert str(runner.plan).splitlines()[-1] == f"Compiled Model: {line}"
+
+
+def test_sizes_have_code_of_their_own_in_the_modes_that_have_graphs_of_them():
+    pool = GraphPool("cpu")
+    options = CompileOptions(compile_sizes=("capture_sizes",))
+    compiled = compile_module(Model(), ["x"], pool=pool, options=options, in_place=False)
+    # Decode batches have two tokens a request; mixed ones have each size.
+    sizes = {"sizes": [2, 4, 6], "query_lens": [2], "max_num_reqs": 2}
+    with runner_of(compiled, "FULL_AND_PIECEWISE", pool=pool, **sizes) as runner:
+        modes = [mode for mode, _ in runner.plan.keys]
+        assert (modes.count(GraphMode.FULL), modes.count(GraphMode.PIECEWISE)) == (2, 3)
+        runner.capture()
+        assert compiled.figures.static_compilations == 2 * 1 + 3 * 2

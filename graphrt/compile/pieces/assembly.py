@@ -121,7 +121,7 @@ def build(
     options: CompileOptions,
     *,
     modes: Collection[GraphMode],
-    static_sizes: Callable[[GraphMode], Sequence[int]],
+    static_sizes: Callable[[Collection[GraphMode]], Sequence[int]],
     wrapping: Wrapping | None,
     graphs: bool,
 ) -> Built:
@@ -175,7 +175,7 @@ class _Assembler:
         self,
         subject: Subject,
         bound: inspect.BoundArguments,
-        static_sizes: Callable[[GraphMode], Sequence[int]],
+        static_sizes: Callable[[Collection[GraphMode]], Sequence[int]],
         wrapping: Wrapping | None,
         options: CompileOptions,
         *,
@@ -232,13 +232,15 @@ class _Assembler:
         logger.info(traced_line(self.subject.module, self.figures, graph.graph, pieces))
 
         started = time.perf_counter()
-        mode = GraphMode.FULL if whole else GraphMode.PIECEWISE
+        modes = {GraphMode.FULL} if whole else {GraphMode.PIECEWISE}
+        if not self.is_split:
+            modes = {GraphMode.FULL, GraphMode.PIECEWISE}
         compiler = Compiler(
             self._backend,
             figures,
             traced_call,
             cache=self._cache,
-            sizes=() if self.subject.small else self._static_sizes(mode),
+            sizes=() if self.subject.small else self._static_sizes(modes),
             partition_at=self._operators if self._partitioned else None,
             stays=self._is_splitting if whole else None,
         )
