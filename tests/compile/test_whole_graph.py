@@ -387,3 +387,56 @@ def test_sizes_have_code_of_their_own_in_the_modes_that_have_graphs_of_them():
         assert (modes.count(GraphMode.FULL), modes.count(GraphMode.PIECEWISE)) == (2, 3)
         runner.capture()
         assert compiled.figures.static_compilations == 2 * 1 + 3 * 2
+
+
+order: list[str] = []
+
+
+@opaque("graphrt_whole::filled", mutates=["out"])
+def filled(x: torch.Tensor, out: torch.Tensor) -> None:
+    order.append("filled")
+    out.copy_(x)
+
+
+@opaque("graphrt_whole::read", mutates=[], fake=torch.empty_like)
+def read(x: torch.Tensor) -> torch.Tensor:
+    order.append("read")
+    return x.clone()
+
+
+def interleaved(x: torch.Tensor) -> torch.Tensor:
+    ones = torch.ones(4, 4)
+    first, second, third = (torch.empty_like(x) for _ in range(3))
+    filled(x @ ones, first)
+    filled(first + 1, second)
+    a = read((x - 2) @ ones)
+    filled(a, third)
+    b = read(first.relu())
+    return first + third.sin() + a.sin() + second.sin() + b
+
+
+def backwards(x: torch.Tensor) -> torch.Tensor:
+    out = torch.empty_like(x)
+    a = read(x @ torch.ones(4, 4))
+    filled(x.relu(), out)
+    b = read(x + 1)
+    c = read(x.sin())
+    return c + b.sin() + out.sin() + a.sin()
+
+
+@pytest.mark.parametrize("forward", [interleaved, backwards])
+def test_opaque_operators_keep_their_order_in_inductors_whole_graph(tmp_path, forward):
+    """They may share state that is no argument, such as a cache."""
+    order.clear()
+    x = torch.randn(4, 4)
+    expected = forward(x)
+    wanted = order.copy()
+    options = CompileOptions(backend="inductor", cache_dir=str(tmp_path))
+    compiled = compile_module(forward, ["x"], options=options)
+    with runner_of(compiled, "FULL", sizes=[4]) as runner:
+        runner.capture()
+        assert not compiled.figures.full_reason
+        order.clear()
+        torch.testing.assert_close(runner(x=x), expected)
+        runner(x=x)
+        assert order[-len(wanted) :] == wanted

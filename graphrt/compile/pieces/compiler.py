@@ -26,6 +26,7 @@ from graphrt.compile.pieces.partition import Partitioned, collecting
 from graphrt.compile.pieces.wrapping import RunnablePiece
 from graphrt.compile.private_torch.inductor import compiler_caches_apart
 from graphrt.compile.private_torch.operators import storage_identity
+from graphrt.compile.private_torch.patches import lacks_order
 from graphrt.compile.split.effects import written
 from graphrt.compile.split.graph import Piece, returned_count, uncompiled, written_between
 from graphrt.compile.split.groups import names_of, splits_at
@@ -120,6 +121,7 @@ class Compiler:
         _check_inputs(piece)
         if self._stays is not None:
             _check_operators(piece, self._stays)
+            _check_order()
         copies = copies_between_written_inputs(piece.graph)
         if copies and self._partition_at is not None:
             raise CompileError(
@@ -212,7 +214,8 @@ class Compiler:
         own_caches = nullcontext() if self.cache is None else compiler_caches_apart(self.cache.tag)
         try:
             with torch.no_grad(), own_caches:
-                compiled: Any = backend.compile(graph, inputs, static=static)
+                more = {} if self._stays is None else {"in_order": True}
+                compiled: Any = backend.compile(graph, inputs, static=static, **more)
         except GraphRTError:
             raise
         except Exception as error:
@@ -269,6 +272,17 @@ def _check_operators(piece: Piece, stays: Callable[[fx.Node], bool]) -> None:
                 expected="an operator that says what it does",
                 advice="name in mutates= what it writes, and pass that as an argument",
             )
+
+
+def _check_order() -> None:
+    """Raise `CompileError` if Inductor may change the order of operators in the whole graph."""
+    if lacks_order():
+        raise CompileError(
+            "Inductor cannot be kept from changing the order of splitting operators",
+            got=f"torch {torch.__version__}",
+            expected="a torch of constraints.txt",
+            advice="CompileOptions(full='pieces')",
+        )
 
 
 def _passes_numbers_on(piece: Piece) -> bool:
