@@ -325,10 +325,10 @@ class Regions(nn.Module):
         return x
 
 
-def regions_runner(model: nn.Module, mode: str) -> GraphRunner:
-    rows = InputSpec(torch.int64, ("tokens",), pad=8, index=True)
+def regions_runner(model: nn.Module, mode: str, **more: Any) -> GraphRunner:
+    inputs = {**X, "rows": InputSpec(torch.int64, ("tokens",), pad=8, index=True)}
     return GraphRunner(
-        model, mode=mode, sizes=[1, 4, 8], inputs={**X, "rows": rows}, outputs=("tokens", 4)
+        model, mode=mode, sizes=[1, 4, 8], inputs=inputs, outputs=("tokens", 4), **more
     )
 
 
@@ -405,7 +405,7 @@ def read(x: torch.Tensor) -> torch.Tensor:
 
 
 def interleaved(x: torch.Tensor) -> torch.Tensor:
-    ones = torch.ones(4, 4)
+    ones = x.new_ones(4, 4)
     first, second, third = (torch.empty_like(x) for _ in range(3))
     filled(x @ ones, first)
     filled(first + 1, second)
@@ -417,7 +417,7 @@ def interleaved(x: torch.Tensor) -> torch.Tensor:
 
 def backwards(x: torch.Tensor) -> torch.Tensor:
     out = torch.empty_like(x)
-    a = read(x @ torch.ones(4, 4))
+    a = read(x @ x.new_ones(4, 4))
     filled(x.relu(), out)
     b = read(x + 1)
     c = read(x.sin())

@@ -199,7 +199,8 @@ class StepEngine:
         # Before the run: if the forward raises, `last_dispatch` must not say HIT.
         self.last_dispatch = eager = self._dispatcher.without_graph(dispatch, step.batch, reason)
         if not step.agreed:
-            return eager, self._run_unpadded(_without_graph(step, eager))
+            without = step._replace(dispatch=eager, graph_mode=dispatch.mode)
+            return eager, self._run_unpadded(without)
         try:
             return eager, self._executor.run_padded(step, eager=True)
         finally:
@@ -216,7 +217,8 @@ class StepEngine:
         self.last_dispatch = eager = self._dispatcher.without_graph(
             step.dispatch, step.batch, Reason.QUARANTINED
         )
-        return eager, self._run_unpadded(_without_graph(step, eager))
+        without = step._replace(dispatch=eager, graph_mode=step.dispatch.mode)
+        return eager, self._run_unpadded(without)
 
     def failed(
         self, dispatch: Dispatch, updates: Any = None, not_served_before: int | None = None
@@ -331,8 +333,3 @@ class StepEngine:
                     expected=f"a batch that one of {len(plan.keys)} graphs serves",
                 )
         return self._checks.run_eagerly(self._executor, step)
-
-
-def _without_graph(step: Step, eager: Dispatch) -> Step:
-    """A step of a graph that runs eagerly: dispatched anew, for that graph all the same."""
-    return step._replace(dispatch=eager, graph_mode=step.dispatch.mode)
