@@ -42,7 +42,7 @@ from graphrt.compile.trace.sizes import placeholders
 from graphrt.compile.trace.subject import Subject
 from graphrt.core.base.errors import InvalidOptionError
 from graphrt.core.base.log import logger
-from graphrt.core.base.texts import error_line
+from graphrt.core.base.texts import error_text
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.guard import eager_break
 from graphrt.core.capture.wrapper import GraphWrapper
@@ -151,7 +151,7 @@ def build(
         assembler = make(replace(options, full="pieces"))
         pieces = whole = assembler.assemble(whole=False)
     if why_not is not None:
-        name, why = type(subject.module).__name__, error_line(why_not)
+        name, why = type(subject.module).__name__, error_text(why_not).partition("\n")[0]
         assembler.figures.full_reason = why
         logger.warning("FULL graphs of %s run the code of its pieces: %s", name, why)
     traced_call = assembler.traced_call
