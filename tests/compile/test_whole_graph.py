@@ -26,6 +26,7 @@ from graphrt.compile.pieces.assembly import Code
 from graphrt.errors import GraphQuarantinedWarning
 from tests.models.llama import Llama, llama_runner, step_inputs
 
+FULL = GraphMode.FULL
 X = {"x": InputSpec(torch.float32, ("tokens", 4))}
 
 
@@ -112,13 +113,16 @@ def test_every_run_for_a_full_graph_runs_the_code_that_it_has_captured():
         runner_of(compiled, "FULL_AND_PIECEWISE", pool=pool) as runner,
     ):
         modes = [mode for mode, _ in runner.plan.keys]
-        while runner.capture_next().left:
-            # Warm-ups and captures of one graph; the last one's session also probes the outputs.
-            at = len(runner.graphs.records)
-            wanted = "whole" if modes[at - 1] is GraphMode.FULL else "in_pieces"
-            assert runs and runs[0] == wanted
+        sessions: list[list[str]] = []
+        for _ in modes:
+            runner.capture_next()
+            sessions.append(runs.copy())
             runs.clear()
-        runs.clear()
+        # A warm-up and a capture each; the first also probes outputs, and the last tries all.
+        wanted = ["whole" if mode is FULL else "in_pieces" for mode in modes]
+        assert [each[0] for each in sessions] == wanted
+        assert [set(each) for each in sessions[1:-1]] == [{each} for each in wanted[1:-1]]
+        assert wanted[0] == "in_pieces" and sessions[0][-1] == "whole"
         # A trial: eager runs on padded rows, on other padding, and on the live rows alone.
         runner.verify(Batch(3, 3, 1), x=torch.randn(3, 4))
         assert len(runs) >= 3 and set(runs) == {"whole"}
