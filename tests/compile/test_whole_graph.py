@@ -445,3 +445,28 @@ def test_opaque_operators_keep_their_order_in_inductors_whole_graph(tmp_path, fo
         torch.testing.assert_close(runner(x=x), expected)
         runner(x=x)
         assert order[-len(wanted) :] == wanted
+
+
+@opaque("graphrt_whole::bumped", mutates=["x"])
+def bumped(x: torch.Tensor) -> None:
+    x.mul_(0.5).add_(0.25)
+
+
+def read_then_written(x: torch.Tensor) -> torch.Tensor:
+    out = torch.empty_like(x)
+    filled(x, out)
+    before = out * 0.5 + 1
+    bumped(out)
+    return torch.stack([before.sum(-1), out.sum(-1)], -1).repeat(1, 2)
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_memory_that_is_written_after_it_was_read_is_right_in_full(tmp_path, backend):
+    """Inductor's whole graph would compute `before` from what `bumped` has written."""
+    options = CompileOptions(backend=backend, cache_dir=str(tmp_path))
+    compiled = compile_module(read_then_written, ["x"], options=options)
+    with runner_of(compiled, "FULL", sizes=[4]) as runner:
+        runner.capture()
+        assert ("has read before" in compiled.figures.full_reason) is (backend == "inductor")
+        x = torch.randn(4, 4)
+        torch.testing.assert_close(runner(x=x), read_then_written(x))

@@ -28,7 +28,13 @@ from graphrt.compile.private_torch.inductor import compiler_caches_apart
 from graphrt.compile.private_torch.operators import storage_identity
 from graphrt.compile.private_torch.patches import lacks_order
 from graphrt.compile.split.effects import written
-from graphrt.compile.split.graph import Piece, returned_count, uncompiled, written_between
+from graphrt.compile.split.graph import (
+    Piece,
+    returned_count,
+    uncompiled,
+    written_after_read,
+    written_between,
+)
 from graphrt.compile.split.groups import names_of, splits_at
 from graphrt.compile.split.identity import fingerprint, normalised
 from graphrt.compile.trace.call import TracedCall
@@ -121,7 +127,7 @@ class Compiler:
         _check_inputs(piece)
         if self._stays is not None:
             _check_operators(piece, self._stays)
-            _check_order()
+            _check_order(piece, self._stays)
         copies = copies_between_written_inputs(piece.graph)
         if copies and self._partition_at is not None:
             raise CompileError(
@@ -274,8 +280,18 @@ def _check_operators(piece: Piece, stays: Callable[[fx.Node], bool]) -> None:
             )
 
 
-def _check_order() -> None:
-    """Raise `CompileError` if Inductor may change the order of operators in the whole graph."""
+def _check_order(piece: Piece, stays: Callable[[fx.Node], bool]) -> None:
+    """Raise `CompileError` if Inductor may change the order of operators in the whole graph, or
+    computes from memory after an operator has written it (torch 2.13), as in `y = x * 2; op(x)`."""
+    node = written_after_read(piece.graph, stays)
+    if node is not None:
+        raise CompileError(
+            "the whole graph writes memory in place that it has read before, which Inductor may "
+            "get wrong beside splitting operators",
+            got=node.format_node(),
+            expected="operators that write new tensors, or memory that nothing else reads",
+            advice="CompileOptions(full='pieces')",
+        )
     if lacks_order():
         raise CompileError(
             "Inductor cannot be kept from changing the order of splitting operators",
