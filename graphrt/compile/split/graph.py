@@ -113,7 +113,8 @@ def written_after_read(
     Splitting operators read when they are called, and allocations read nothing."""
     roles = Roles.of(whole.graph, is_splitting)
     read: set[fx.Node] = set()
-    for node in whole.graph.nodes:
+    nodes: list[fx.Node] = [*whole.graph.nodes]
+    for node in nodes:
         if not read.isdisjoint(_with_roots(written(node), roles)):
             return node
         if (
