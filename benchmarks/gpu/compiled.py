@@ -39,12 +39,14 @@ INDUCTOR = CompileOptions(backend="inductor")
 VARIANTS = {
     "eager fx": CompileOptions(backend="eager"),
     "inductor": INDUCTOR,
+    "inductor, pieces alone": replace(INDUCTOR, full="pieces"),
     "inductor, one wrapper": INDUCTOR,
     "inductor partition": replace(INDUCTOR, use_inductor_graph_partition=True),
     "inductor, whole graph": replace(INDUCTOR, splitting_ops=()),
 }
-"""In one wrapper, pieces are segments of a breakable capture. The whole graph has its attention
-compiled too, as torch.compile has it."""
+"""FULL graphs run the whole graph with its opaque attention, or with pieces alone their code.
+In one wrapper, pieces are segments of a breakable capture. The last has compiled attention too, as
+torch.compile has."""
 
 
 class Contestants:
@@ -65,7 +67,7 @@ class Contestants:
         self._split.attention = opaque_attention
 
     def add_compiled(self, name: str, options: CompileOptions) -> None:
-        """PIECEWISE and FULL of the same compiled pieces."""
+        """PIECEWISE and FULL of one compiled module."""
         pool = GraphPool(self._options.device)
         own = None if "one wrapper" in name else pool
         model = self._model if options.whole_graph else self._split

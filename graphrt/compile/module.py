@@ -14,7 +14,7 @@ from torch import nn
 
 from graphrt.compile.errors import CompileSealedError, RetraceError, TraceError
 from graphrt.compile.options import CompileOptions
-from graphrt.compile.pieces.assembly import Built, accept_state, build
+from graphrt.compile.pieces.assembly import Built, Code, accept_state, build
 from graphrt.compile.pieces.by_size import check_one_size, check_sizes, sizes_to_compile
 from graphrt.compile.pieces.figures import Figures
 from graphrt.compile.pieces.partition import partitions
@@ -38,6 +38,7 @@ from graphrt.core.base.option_values import (
 )
 from graphrt.core.base.thread_mode import outside_modes
 from graphrt.core.batch.context import ForwardContext, current_context
+from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode, PieceProvider
 from graphrt.core.capture.guard import check_traced
 from graphrt.core.capture.options import GraphOptions
@@ -109,6 +110,11 @@ class CompiledModule:
         self._read_context = read_context
         # The code for all calls but those of `_small`; None before the first call.
         self._built: Built | None = None
+        # The modes of graphs for which plans want code. Nobody knows of a step without a plan
+        # whether a host captures it: it runs pieces, which serve all modes.
+        self._modes: set[GraphMode] = set()
+        # The batch sizes of graphs of a mode, where plans have some.
+        self._sizes_of: dict[GraphMode, set[int]] = {}
         # Code for calls with axes of size 0 or 1, where `_built` does not serve these.
         self._small: dict[SmallAxes, Built] = {}
         # The first call, its tensors without memory: `weights_changed` checks the state with it.
@@ -142,28 +148,32 @@ class CompiledModule:
     ) -> Any:
         """One call: compiles if nothing is compiled yet, else checks the call unless it replays."""
         built = self._built
-        if built is None:
-            self._compile(self._subject.parameters.bind(args, kwargs))
-            return self._code_for(args, kwargs).run(*args, **kwargs)
         step = context if context is not None and context.mode is GraphMode.PIECEWISE else None
-        if step is not None and step.capture is None and step.announced:
+        if built is None:
+            self._compile(args, kwargs, step)
+            code = self._code_for(args, kwargs).code_of(_mode_of(context))
+        elif step is not None and step.capture is None and step.announced:
             # No check: a replayed step reads its capture's buffers, which were checked then.
             if self._small:
                 arguments = leaves(self._subject.parameters.bind(args, kwargs))
                 built = self._small.get(built.checker.axes_needing_own_code(arguments), built)
+            code = built.in_pieces or built.code_of(GraphMode.PIECEWISE)
         else:
             if step is not None and step.capture is not None:
                 check_traced(built.codes)
             try:
                 self._follow_weights()
                 built = self._code_for(args, kwargs)
+                if self._lacks_code(built, step):
+                    self._compile(args, kwargs, step)
             except RetraceError as error:
                 if context is None or not self._may_run_uncompiled(context, error):
                     raise
                 return self._subject.call(*args, **kwargs)
+            code = built.code_of(_mode_of(context))
         if step is not None and self._pool is not None:
             self._argument_addresses.check(step, self._pool, (args, kwargs))
-        return built.run(*args, **kwargs)
+        return code.run(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if name == "module":
@@ -190,7 +200,8 @@ class CompiledModule:
 
     @property
     def compiled(self) -> bool:
-        return self._built is not None
+        """Whether all code is there that plans have asked for."""
+        return self._built is not None and not self._built.lacking(self._modes)
 
     @property
     def graphs(self) -> bool:
@@ -212,6 +223,16 @@ class CompiledModule:
         partitioned, _ = partitions(self.options, self._pool.platform.device_type)
         return PieceProvider.INDUCTOR if partitioned else PieceProvider.FX
 
+    def code_line(self, mode: GraphMode) -> str:
+        """Which code graphs of a plan in this mode run, for people."""
+        whole = "pieces" if self.options.full == "pieces" else "the whole graph"
+        if self.whole_graph:
+            whole = "the whole graph"
+        names = {GraphMode.FULL: whole, GraphMode.PIECEWISE: "pieces"}
+        code = [f"{names[each]} for {each.name}" for each in mode.runtime_modes]
+        option = f" (full={self.options.full!r})" if mode.has_full and not self.whole_graph else ""
+        return f"Compiled {type(self.module).__name__}: {', '.join(code) or whole}{option}"
+
     @property
     def figures(self) -> Figures:
         """Counts and times of compiling; all zero before."""
@@ -219,13 +240,14 @@ class CompiledModule:
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
-        """The pieces of the graph in order, splitting ones too."""
-        return () if self._built is None else self._built.pieces
+        """The pieces of the graph in order, splitting ones too; the whole graph if FULL graphs
+        alone were asked for."""
+        return () if self._built is None else self._built.code_of(GraphMode.NONE).pieces
 
     @property
     def wrappers(self) -> tuple[GraphWrapper, ...]:
         """The wrappers of the compiled pieces; none without a pool."""
-        return tuple(wrapper for built in self._all_built() for wrapper in built.wrappers)
+        return tuple(wrapper for code in self._all_code() for wrapper in code.wrappers)
 
     @property
     def codes(self) -> tuple[CodeType, ...]:
@@ -235,12 +257,12 @@ class CompiledModule:
     @property
     def source(self) -> str:
         """The Python of the call that runs all pieces; "" before it is compiled."""
-        return "" if self._built is None else self._built.stitched.source
+        return "" if self._built is None else self._built.code_of(GraphMode.NONE).stitched.source
 
     @property
     def computation_graph(self) -> str:
         """The traced graph and its pieces as Python; "" before it is compiled."""
-        return "" if self._built is None else self._built.computation_graph
+        return "" if self._built is None else self._built.code_of(GraphMode.NONE).computation_graph
 
     def unwrap(self) -> Callable[..., Any]:
         """The module itself."""
@@ -251,8 +273,8 @@ class CompiledModule:
 
         Raises `CompileSealedError` after `seal`.
         """
-        if self._built is None:
-            self._compile(self._subject.parameters.bind(args, kwargs))
+        if not self.compiled:
+            self._compile(args, kwargs)
 
     def check(self, *args: Any, **kwargs: Any) -> None:
         """Raise `RetraceError` if the compiled code is not right for such a call."""
@@ -272,8 +294,9 @@ class CompiledModule:
             return
         with torch.no_grad():
             self._follow_weights()
+            for code in self._all_code():
+                code.stitched.check_weights()
             for built in self._all_built():
-                built.stitched.check_weights()
                 built.outside.check_state(example.arguments, example.args, example.kwargs)
 
     def use_capture_sizes(self, sizes: Collection[int]) -> None:
@@ -283,6 +306,13 @@ class CompiledModule:
         numbers = [size for size in self.options.compile_sizes if isinstance(size, int)]
         check_sizes({*numbers, *self._static_sizes}, sizes)
         self._capture_sizes = sizes
+
+    def use_modes(self, keys: Collection[tuple[GraphMode, BatchDescriptor]]) -> None:
+        """Compile for the graphs of a plan: the whole graph for FULL ones, and where the plan has
+        no graphs; pieces for PIECEWISE ones."""
+        for mode, descriptor in keys:
+            self._sizes_of.setdefault(mode, set()).add(descriptor.num_tokens)
+        self._modes |= {mode for mode, _ in keys} or {GraphMode.FULL}
 
     def use_wrapper_options(self, options: GraphOptions, hooks: SegmentHooks | None = None) -> None:
         """Capture pieces with these options, and these hooks around each graph, unless some were
@@ -297,8 +327,8 @@ class CompiledModule:
         """Take the module's weights as they are now; raises `RetraceError` if one has changed its
         shape, dtype or device."""
         if self._built is not None:
-            for built in self._all_built():
-                built.stitched.rebind(self._subject.weights())
+            for code in self._all_code():
+                code.stitched.rebind(self._subject.weights())
             self._weights_held = self._subject.holdings()
             self._weights_may_move = False
 
@@ -306,8 +336,8 @@ class CompiledModule:
         """The tensors of the module that compiled code reads, as they are now, and the constants of
         that code; nothing before it is compiled."""
         weights: dict[str, torch.Tensor] = {}
-        for built in self._all_built():
-            weights.update(built.stitched.in_use(self._subject.weights()))
+        for code in self._all_code():
+            weights.update(code.stitched.in_use(self._subject.weights()))
         return weights
 
     def seal(self) -> None:
@@ -367,7 +397,8 @@ class CompiledModule:
             built = self._small.get(small) or self._compile_small(bound, small)
             built.checker.check(arguments)
         built.outside.check_settings()
-        built.stitched.check_weights()
+        for code in built.all_code():
+            code.stitched.check_weights()
         try:
             built.outside.check_state(bound.arguments, args, kwargs)
         except RetraceError as error:
@@ -398,11 +429,34 @@ class CompiledModule:
     def _all_built(self) -> list[Built]:
         return [] if self._built is None else [self._built, *self._small.values()]
 
-    def _compile(self, bound: inspect.BoundArguments) -> None:
+    def _all_code(self) -> list[Code]:
+        return [code for built in self._all_built() for code in built.all_code()]
+
+    def _lacks_code(self, built: Built, step: ForwardContext | None) -> bool:
+        """Whether code has to be compiled for a step: that of pieces for a PIECEWISE one, always;
+        else what plans have asked for, unless that must wait for the capture of its runner."""
+        if step is not None:
+            return built.in_pieces is None
+        return bool(built.lacking(self._modes)) and not (self._sealed or current_capture())
+
+    def _compile(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], step: ForwardContext | None = None
+    ) -> None:
+        """Compile what plans have asked for, and pieces for a PIECEWISE `step`."""
         check_may_compile(self, sealed=self._sealed)
-        static = sizes_to_compile(self.options.compile_sizes, self._capture_sizes)
-        built = self._build(self._subject, bound, static)
-        self._built, self._static_sizes = built, static
+        bound = self._subject.parameters.bind(args, kwargs)
+        if step is not None:
+            self._modes.add(GraphMode.PIECEWISE)
+        self._static_sizes = sizes_to_compile(self.options.compile_sizes, self._capture_sizes)
+        built = self._built
+        if built is not None:
+            # By traces of their own: to keep the first would keep its call, and replaced weights.
+            built.take(self._build(self._subject, bound, built))
+            for small, each in self._small.items():
+                example = at_size(self._subject, bound, small)
+                each.take(self._build(self._subject.at(small), example, each))
+            return
+        self._built = built = self._build(self._subject, bound)
         self._weights_held = self._subject.holdings()
         self._example = without_memory(bound)
         for small in built.small:
@@ -414,16 +468,17 @@ class CompiledModule:
 
     def _compile_small(self, bound: inspect.BoundArguments, small: SmallAxes) -> Built:
         check_may_compile(self, sealed=self._sealed)
-        built = self._build(self._subject.at(small), bound, ())
+        built = self._build(self._subject.at(small), bound)
         assert self._built is not None
         self._built.figures.add(built.figures)
         self._small[small] = built
         return built
 
     def _build(
-        self, subject: Subject, bound: inspect.BoundArguments, static_sizes: Sequence[int]
+        self, subject: Subject, bound: inspect.BoundArguments, has: Built | None = None
     ) -> Built:
-        wrapping = None
+        """The code for a subject; of one that `has` some the rest."""
+        wrapping, modes = None, self._modes
         if self._pool is not None:
             graph_options = self._wrapper_options or GraphOptions()
             wrapping = Wrapping(self._pool, graph_options, self._read_context, self._hooks)
@@ -431,10 +486,24 @@ class CompiledModule:
             subject,
             bound,
             self.options,
-            static_sizes=static_sizes,
+            modes=modes if has is None else has.lacking(modes),
+            static_sizes=self._sizes_for,
             wrapping=wrapping,
             graphs=self._graphs,
         )
+
+    def _sizes_for(self, modes: Collection[GraphMode]) -> list[int]:
+        """The sizes with code of their own, of graphs of these modes where plans have told any."""
+        known = [self._sizes_of[mode] for mode in modes if mode in self._sizes_of]
+        sizes = set().union(*known) if known else self._static_sizes
+        return [size for size in self._static_sizes if size in sizes]
+
+
+def _mode_of(context: ForwardContext | None) -> GraphMode:
+    """The mode of the graph that a step is for; NONE for none."""
+    if context is None:
+        return GraphMode.NONE
+    return context.graph_mode if context.mode is GraphMode.NONE else context.mode
 
 
 def check_may_compile(module: object, *, sealed: bool) -> None:

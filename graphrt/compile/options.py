@@ -37,7 +37,8 @@ class CompileOptions:
     the whole graph, and splits its own code at those operators. `cache_dir` overrides
     `GRAPHRT_CACHE_DIR`. `save_format` is how the cache keeps compiled pieces; None: as
     `GRAPHRT_COMPILE_CACHE_SAVE_FORMAT` says, else "binary". `autotune` searches for fast kernels
-    where a size is compiled for itself.
+    where a size is compiled for itself. `full` is the code of FULL graphs: of the "whole" graph,
+    compiled once more, or that of its "pieces", for shorter starts and slower steps.
     """
 
     backend: str = "eager"
@@ -48,6 +49,7 @@ class CompileOptions:
     cache_dir: str | None = None
     save_format: Literal["binary", "unpacked"] | None = None
     autotune: bool = True
+    full: Literal["whole", "pieces"] = "whole"
 
     def __post_init__(self) -> None:
         check_fields(self, CHECKS, prefix="compile.")
@@ -90,4 +92,5 @@ CHECKS: dict[str, Check] = {
     "cache_dir": optional(_text),
     "save_format": optional(choice("binary", "unpacked")),
     "autotune": flag,
+    "full": choice("whole", "pieces"),
 }

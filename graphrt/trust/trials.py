@@ -122,7 +122,8 @@ class StepRuns(TriedStep):
         around = partial(watched, watch, fill)
         if rows == "alone":
             alone = Dispatch(GraphMode.NONE, unpadded(self.step.batch), Reason.HIT)
-            return tree.cloned(executor.run_unpadded(self.step._replace(dispatch=alone), around))
+            step = self.step._replace(dispatch=alone, graph_mode=self.step.dispatch.mode)
+            return tree.cloned(executor.run_unpadded(step, around))
         return tree.cloned(executor.run_padded(self._eager_step, eager=True, around=around))
 
     def with_gradients(self, watch: Watch, inference: bool) -> Any:

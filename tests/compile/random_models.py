@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from graphrt import BatchDescriptor, GraphOptions, GraphPool, forward_context
+from graphrt import BatchDescriptor, GraphMode, GraphOptions, GraphPool, forward_context
 from graphrt.compile import CompileError, CompileOptions, compile_module
 from graphrt.core.base import tree
 from graphrt.core.base.errors import CaptureSyncError, RefusedOpError
@@ -30,6 +30,7 @@ from tests.compile.random_lines import Maker, Source
 OPERATORS = ("fill", "bump", "fill_two", "fresh", "both", "quiet", "count")
 SIZES = (5, 2, 7)
 STEPS = (5, 2, 5, 7, 2, 7)
+FULL, PIECEWISE = GraphMode.FULL, GraphMode.PIECEWISE
 DIMS = {"x": 0, "y": 0, "z": {0: "reqs"}}
 
 
@@ -112,6 +113,8 @@ def check(source: Source, backend: str, device: str, cache_dir: str) -> None:
         wrapper_options=lazy,
         in_place=False,
     )
+    # As a runner's plan does: FULL graphs run the whole graph, the others its pieces.
+    compiled.use_modes([(mode, BatchDescriptor(5)) for mode in (FULL, PIECEWISE)])
     compiled.ensure_compiled(*arguments(4, 0, device))
     full = wrapper_class(pool.platform)(compiled, "FULL", pool=pool, options=lazy)
     for mode, call in (("NONE", compiled), ("PIECEWISE", compiled), ("FULL", full)):

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from test_compile_runner import llama_runner
+from test_whole_graph import Regions, backwards, interleaved, order, regions_runner, runner_of
 from torch._dynamo.utils import counters
 
 from graphrt import Batch, GraphMode, GraphOptions, GraphPool, GraphRunner, InputSpec
@@ -23,7 +24,7 @@ def fresh_inductor_directory(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
-def test_full_and_piecewise_graphs_share_the_same_compiled_pieces_on_a_gpu(tmp_path, backend):
+def test_full_and_piecewise_graphs_share_one_trace_on_a_gpu(tmp_path, backend):
     torch.manual_seed(0)
     model = Llama(layers=3).cuda()
     original = copy.deepcopy(model)
@@ -33,7 +34,9 @@ def test_full_and_piecewise_graphs_share_the_same_compiled_pieces_on_a_gpu(tmp_p
     with llama_runner(model, pool) as runner:
         runner.capture()
         assert compiled.figures.backend == backend
-        assert compiled.figures.compilations == 3 and len(compiled.wrappers) == 4
+        # Three pieces that differ, and the whole graph.
+        assert (compiled.figures.traces, compiled.figures.compilations) == (1, 4)
+        assert len(compiled.wrappers) == 4
         before = copy.deepcopy(counters)
         check_both_modes(runner, original, exact=False)
         assert counters == before
@@ -158,3 +161,36 @@ def test_compiled_pieces_are_segments_of_a_breakable_capture_on_a_gpu(tmp_path):
             assert runner.last_dispatch.mode is GraphMode.PIECEWISE
             with torch.no_grad():
                 torch.testing.assert_close(mixed, original(**inputs), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("forward", [interleaved, backwards])
+def test_opaque_operators_keep_their_order_in_a_whole_graph_on_a_gpu(tmp_path, forward):
+    x = torch.randn(5, 4, device="cuda")
+    order.clear()
+    expected = forward(x)
+    wanted = order.copy()
+    options = CompileOptions(backend="inductor", cache_dir=str(tmp_path))
+    compiled = compile_module(forward, ["x"], options=options)
+    with runner_of(compiled, "FULL", sizes=[4], platform="cuda") as runner:
+        runner.capture()
+        assert not compiled.figures.full_reason
+        order.clear()
+        # Larger than the graph: it runs the whole graph's code.
+        torch.testing.assert_close(runner(x=x), expected)
+        assert order == wanted
+        torch.testing.assert_close(runner(x=x[:4]), expected[:4])
+        assert runner.last_dispatch.mode is GraphMode.FULL
+
+
+def test_a_model_of_nested_regions_is_captured_in_full_on_a_gpu(tmp_path):
+    torch.manual_seed(0)
+    model = Regions(splits=False).requires_grad_(False).cuda()
+    reference = copy.deepcopy(model)
+    options = CompileOptions(backend="inductor", cache_dir=str(tmp_path))
+    compile_module(model, ["x", "rows"], options=options)
+    with regions_runner(model, "FULL", platform="cuda") as runner:
+        runner.capture()
+        for tokens in (3, 8, 1):
+            x, rows = torch.randn(tokens, 4).cuda(), torch.arange(tokens).cuda()
+            found = runner.verify(Batch(tokens, tokens), x=x, rows=rows)
+            torch.testing.assert_close(found, reference(x, rows), rtol=1e-4, atol=1e-4)

@@ -49,13 +49,15 @@ def small_runner(model: Any, pool: GraphPool, **more: Any) -> GraphRunner:
 
 
 @pytest.mark.parametrize("platform", ["cpu"])
-def test_full_and_piecewise_graphs_share_the_same_compiled_pieces(model, platform):
+def test_full_and_piecewise_graphs_share_one_trace(model, platform):
     original = copy.deepcopy(model)
     pool = GraphPool(platform)
     compiled = compile_module(model, pool=pool)
     runner = small_runner(model, pool)
     runner.capture()
-    assert compiled.figures.compilations == 3 and len(compiled.wrappers) == 3
+    # Three pieces, and the whole graph.
+    assert (compiled.figures.traces, compiled.figures.compilations) == (1, 4)
+    assert len(compiled.wrappers) == 3
     assert all(len(wrapper.entries) == 2 for wrapper in compiled.wrappers)
     before = copy.deepcopy(counters)
     check_both_modes(runner, original, exact=True)
@@ -91,7 +93,7 @@ def test_capture_next_captures_graph_by_graph_and_compiles_only_at_the_first_cal
             expected = original(**inputs)
             assert torch.allclose(runner(Batch(size, size), **inputs), expected, atol=1e-5)
         left = runner.capture_next().left
-    assert counters == before and compiled.figures.compilations == 3
+    assert counters == before and compiled.figures.compilations == 4
     assert all(len(wrapper.entries) == 2 for wrapper in compiled.wrappers)
     check_both_modes(runner, original, exact=True)
 
@@ -173,7 +175,8 @@ def test_pieces_are_compiled_for_every_capture_size_if_asked(model):
     compiled = compile_module(model, pool=pool, options=compile_options)
     with small_runner(model, pool) as runner:
         runner.capture()
-        assert compiled.figures.static_compilations == 2 * 3
+        # Two sizes of three pieces, and of the whole graph.
+        assert compiled.figures.static_compilations == 2 * 4
         runner.verify(Batch(3, 3), **step_inputs(3))
 
 

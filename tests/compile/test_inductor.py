@@ -49,7 +49,7 @@ def symbolic(size: int) -> tuple[torch.Tensor, torch.SymInt]:
 
 
 @needs_compiler
-def test_pieces_compiled_by_inductor_give_eager_results(tmp_path, monkeypatch):
+def test_code_compiled_by_inductor_gives_eager_results(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     torch.manual_seed(0)
     model = Llama(layers=1)
@@ -59,7 +59,8 @@ def test_pieces_compiled_by_inductor_give_eager_results(tmp_path, monkeypatch):
     with small_runner(model, pool) as runner:
         runner.capture()
         assert compiled.figures.backend == "inductor"
-        assert (compiled.figures.compilations, compiled.figures.loads) == (2, 0)
+        # Two pieces, and the whole graph.
+        assert (compiled.figures.compilations, compiled.figures.loads) == (3, 0)
         for step, size in enumerate((1, 2, 3, 8, 11)):
             inputs = step_inputs(size, step=step)
             with torch.no_grad():
@@ -69,7 +70,7 @@ def test_pieces_compiled_by_inductor_give_eager_results(tmp_path, monkeypatch):
                 torch.testing.assert_close(output, eager, rtol=1e-4, atol=1e-5)
         assert runner.last_dispatch.mode is GraphMode.NONE
 
-    for name in ("computation_graph.py", "transformed_code.py"):
+    for name in ("computation_graph.py", "transformed_code.py", "whole_graph.py", "whole_code.py"):
         assert list((tmp_path / "kept").rglob(name))
 
     again = compile_module(copy.deepcopy(original), options=options(tmp_path))

@@ -46,6 +46,7 @@ OTHER: dict[str, Any] = {
     "cache_dir": "/elsewhere",
     "save_format": "unpacked",
     "autotune": False,
+    "full": "pieces",
 }
 """Another value for each option."""
 

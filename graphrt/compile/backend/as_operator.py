@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from graphrt.core.base.thread_mode import is_watched
+from graphrt.core.replay.recording import current_capture
 
 _library: Any = torch.library.Library("graphrt", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(
@@ -77,13 +78,22 @@ class AsOperator:
 
 class TellingWrites:
     """Calls `run`, after an operator that tells watches which arguments it writes: those with the
-    indices `written`. It is for code with splitting operators inside, which watches see too."""
+    indices `written`. It is for code with splitting operators inside, which watches see too:
+    of a cache they save the rows that are written. A capture takes `captured` instead, if given."""
 
-    def __init__(self, run: Callable[..., Any], written: Collection[int]) -> None:
+    def __init__(
+        self,
+        run: Callable[..., Any],
+        written: Collection[int],
+        captured: Callable[..., Any] | None = None,
+    ) -> None:
         self._run = run
         self._written = sorted(written)
+        self._captured = captured
 
     def __call__(self, *args: Any) -> Any:
+        if self._captured is not None and current_capture() is not None:
+            return self._captured(*args)
         if self._written and is_watched():
             torch.ops.graphrt.compiled_writes.default([args[index] for index in self._written])
         return self._run(*args)

@@ -19,12 +19,18 @@ class Backend(Protocol):
     name: str
 
     def compile(
-        self, piece: fx.GraphModule, inputs: Sequence[Any], *, static: bool
+        self,
+        piece: fx.GraphModule,
+        inputs: Sequence[Any],
+        *,
+        static: bool,
+        in_order: bool = False,
     ) -> Callable[..., Any]:
         """A callable with the arguments and results of `piece`.
 
         `inputs` are fake tensors and numbers. With `static` they are exactly those that will come,
-        worth a longer search for fast code.
+        worth a longer search for fast code. `in_order`: operators that are not torch's own are
+        called in their order.
         """
 
 
@@ -34,7 +40,12 @@ class EagerBackend:
     name = "eager"
 
     def compile(
-        self, piece: fx.GraphModule, inputs: Sequence[Any], *, static: bool
+        self,
+        piece: fx.GraphModule,
+        inputs: Sequence[Any],
+        *,
+        static: bool,
+        in_order: bool = False,
     ) -> Callable[..., Any]:
         return uncompiled(piece)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from graphrt.compile.private_torch.inductor import (
     inductor_compile,
     load_artifact,
 )
+from graphrt.compile.private_torch.patches import operators_in_order
 from graphrt.compile.private_torch.traces import expressions, relied_on
 from graphrt.compile.split.graph import returned_count
 from graphrt.compile.trace.sizes import value_of
@@ -37,6 +38,8 @@ _CODE = "code"
 _LIBRARIES = "libraries"
 _CONDITIONS = "conditions"
 _SEARCH = {"max_autotune": True, "coordinate_descent_tuning": True}
+# A pass over the graph would move operators to their users, before any dependency is known.
+_IN_ORDER = {"reorder_for_locality": False}
 
 
 class InductorBackend:
@@ -48,13 +51,20 @@ class InductorBackend:
         self._autotune = autotune
 
     def compile(
-        self, piece: fx.GraphModule, inputs: Sequence[Any], *, static: bool
+        self,
+        piece: fx.GraphModule,
+        inputs: Sequence[Any],
+        *,
+        static: bool,
+        in_order: bool = False,
     ) -> CompiledPiece:
         """Code for the shapes of `piece`, or with `static` for exactly those of `inputs`."""
-        settings = _SEARCH if static and self._autotune else {}
+        settings = dict(_SEARCH) if static and self._autotune else {}
+        settings |= _IN_ORDER if in_order else {}
+        order = operators_in_order() if in_order else nullcontext()
         graph = _with_tuple(piece)
         select_elements(graph.graph)
-        with compiling() as libraries, size_conditions(inputs) as conditions:
+        with compiling() as libraries, order, size_conditions(inputs) as conditions:
             artifact = inductor_compile(graph, inputs, static=static, settings=settings)
         return CompiledPiece(artifact, returned_count(piece), tuple(conditions), libraries)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from operator import itemgetter
 from types import CodeType
 from typing import Any
@@ -40,35 +42,77 @@ from graphrt.compile.trace.sizes import placeholders
 from graphrt.compile.trace.subject import Subject
 from graphrt.core.base.errors import InvalidOptionError
 from graphrt.core.base.log import logger
+from graphrt.core.base.texts import error_text
+from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.guard import eager_break
 from graphrt.core.capture.wrapper import GraphWrapper
 from graphrt.core.replay.recording import frozen_gc
 
 
 @dataclass(frozen=True)
-class Built:
-    """A compiled subject: the result of `build`. `run` is right for calls that `checker`, `outside`
-    and `overlaps` do not refuse."""
+class Code:
+    """The code of one traced forward: of the whole graph, or of its pieces in order."""
 
     run: Callable[..., Any]
     """Takes a call's arguments and returns the forward's result."""
-    checker: CallChecker
-    outside: Outside
-    overlaps: Overlaps
-    small: Sequence[SmallAxes]
-    """The axes that need code of their own at a size of 1."""
     stitched: Stitched
     """The function that calls all pieces; `run` calls it, perhaps in a wrapper or Dynamo's code."""
     pieces: tuple[Piece, ...]
     wrappers: tuple[GraphWrapper, ...]
     """The wrappers that capture pieces, or all of `run`; none without a pool."""
+    computation_graph: str
+    """The graph and its pieces as Python, for people."""
+
+
+@dataclass
+class Built:
+    """A traced subject and its code: the result of `build`. It is right for calls that `checker`,
+    `outside` and `overlaps` do not refuse.
+
+    FULL graphs run `whole`, PIECEWISE ones `in_pieces`; each is None until it was asked for. They
+    are the same code where nothing splits the graph, or one compilation serves both.
+    """
+
+    checker: CallChecker
+    outside: Outside
+    overlaps: Overlaps
+    small: Sequence[SmallAxes]
+    """The axes that need code of their own at a size of 1."""
     codes: tuple[CodeType, ...]
     """The code objects that Dynamo inlined."""
     identity: Sequence[str] | None
     """See `_identity`."""
-    computation_graph: str
-    """The graph and its pieces as Python, for people."""
-    figures: Figures = field(default_factory=Figures)
+    figures: Figures
+    whole: Code | None = None
+    in_pieces: Code | None = None
+
+    def all_code(self) -> list[Code]:
+        """Its code, each once."""
+        return list({id(code): code for code in (self.in_pieces, self.whole) if code}.values())
+
+    def lacking(self, modes: Collection[GraphMode]) -> set[GraphMode]:
+        """Those of the modes for whose graphs nothing was compiled."""
+        code = {GraphMode.FULL: self.whole, GraphMode.PIECEWISE: self.in_pieces}
+        return {mode for mode in modes if code[mode] is None}
+
+    def code_of(self, mode: GraphMode) -> Code:
+        """The code for steps of a graph of this mode; NONE: of no graph, which run pieces if there
+        are any. For PIECEWISE it must be there."""
+        of_full = self.whole or self.in_pieces
+        code = of_full if mode is GraphMode.FULL else self.in_pieces or self.whole
+        assert code is not None
+        return code
+
+    def take(self, more: Built) -> None:
+        """Take the code that another trace of the same subject has in addition."""
+        if self.whole is None:
+            is_one = more.whole is more.in_pieces
+            self.whole = (is_one and self.in_pieces) or more.whole
+            self.figures.full_reason = more.figures.full_reason
+        if self.in_pieces is None:
+            self.in_pieces = more.in_pieces
+            self.figures.count_pieces(more.figures)
+        self.figures.add(more.figures)
 
 
 def build(
@@ -76,62 +120,179 @@ def build(
     bound: inspect.BoundArguments,
     options: CompileOptions,
     *,
-    static_sizes: Sequence[int],
+    modes: Collection[GraphMode],
+    static_sizes: Callable[[Collection[GraphMode]], Sequence[int]],
     wrapping: Wrapping | None,
     graphs: bool,
 ) -> Built:
-    """Compile a subject for calls like `bound`; nothing of it is run.
+    """Compile a subject for calls like `bound`, and for graphs of these `modes`; nothing of it is
+    run. Where the whole graph cannot be compiled FULL graphs run the code of the pieces. Without
+    modes pieces are compiled, which serve all.
 
     Raises `CompileError` and its kinds.
     """
-    figures = Figures()
-    started = time.perf_counter()
-    traced_call = _traced(subject, bound, options, figures, graphs=graphs)
-    traced, identity = traced_call.traced, _identity(subject, traced_call)
-    backend, cache = _backend(subject, traced_call, options, figures)
-    partitioned, figures.partition_reason = partitions(options, traced_call.device.type)
-    split_at = _checked_operators(options.splitting_ops)
-    operators = DEFAULT_SPLITTING_OPS if split_at is None else split_at
-    pieces = split(traced.graph, _splits_nowhere if partitioned else splits_at(split_at))
-    figures.trace_s = time.perf_counter() - started
-    logger.info(traced_line(subject.module, figures, traced.graph.graph, pieces))
-
-    started = time.perf_counter()
-    compiler = Compiler(
-        backend,
-        figures,
-        traced_call,
-        cache=cache,
-        sizes=() if subject.small else static_sizes,
-        partition_at=operators if partitioned else None,
-    )
-    captures_nothing = nothing_to_wrap(pieces, whole_graph=options.whole_graph)
-    captured = None if captures_nothing else wrapping
-    stitched, wrappers, text = _stitched(compiler, traced_call, pieces, subject, options, captured)
-    figures.compile_s = time.perf_counter() - started
-    logger.info(compiled_line(figures))
-
-    run = restoring_settings(stitched.function, traced.graph.graph)
-    if captures_nothing and wrapping is not None:
-        wrappers.append(wrapping.wrap(run, breakable=True))
-        run = wrappers[-1]
-    if traced_call.around is None:
-        run = traced.forward_around(run)
-    traced_call.check()
+    make = partial(_Assembler, subject, bound, static_sizes, wrapping, graphs=graphs)
+    assembler = make(options)
+    pieces = whole = why_not = None
+    if GraphMode.PIECEWISE in modes:
+        assembler.check_regions()
+    # First the pieces, which are right whatever the compiler does with the whole.
+    if GraphMode.FULL not in modes or GraphMode.PIECEWISE in modes or not assembler.is_split:
+        pieces = whole = assembler.assemble(whole=False)
+    if GraphMode.FULL not in modes:
+        whole = whole if not assembler.is_split else None
+    elif assembler.is_split:
+        try:
+            whole = assembler.assemble(whole=True)
+        except CompileError as error:
+            why_not = error
+    if why_not is not None and pieces is None:
+        # By another trace: a compiler that fails may have changed the sizes of the first.
+        assembler = make(replace(options, full="pieces"))
+        pieces = whole = assembler.assemble(whole=False)
+    if why_not is not None:
+        name, why = type(subject.module).__name__, error_text(why_not).partition("\n")[0]
+        assembler.figures.full_reason = why
+        logger.warning("FULL graphs of %s run the code of its pieces: %s", name, why)
+    traced_call = assembler.traced_call
     return Built(
-        run,
         traced_call.checker,
         traced_call.outside,
         traced_call.overlaps,
         traced_call.ones_needing_own_code(),
-        stitched,
-        tuple(pieces),
-        tuple(wrappers),
-        traced.codes,
-        identity,
-        text,
-        figures,
+        traced_call.traced.codes,
+        assembler.identity,
+        assembler.figures,
+        whole,
+        pieces,
     )
+
+
+class _Assembler:
+    """Makes the code of one traced call: of its whole graph, and of its pieces."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        bound: inspect.BoundArguments,
+        static_sizes: Callable[[Collection[GraphMode]], Sequence[int]],
+        wrapping: Wrapping | None,
+        options: CompileOptions,
+        *,
+        graphs: bool,
+    ) -> None:
+        self.subject, self.figures = subject, Figures()
+        self._options, self._wrapping = options, wrapping
+        self._static_sizes = static_sizes
+        started = time.perf_counter()
+        self.traced_call = _traced(subject, bound, options, self.figures, graphs=graphs)
+        self.identity = _identity(subject, self.traced_call)
+        self._backend, self._cache = _backend(subject, self.traced_call, options, self.figures)
+        device_type = self.traced_call.device.type
+        self._partitioned, self.figures.partition_reason = partitions(options, device_type)
+        split_at = _checked_operators(options.splitting_ops)
+        self._operators = DEFAULT_SPLITTING_OPS if split_at is None else split_at
+        self._is_splitting = splits_at(split_at)
+        nodes = self.traced_call.traced.graph.graph.nodes
+        self.is_split = (
+            options.full == "whole"
+            and not self._partitioned
+            and any(map(self._is_splitting, nodes))
+        )
+        """Whether FULL graphs have code of their own."""
+        self.figures.trace_s = time.perf_counter() - started
+
+    def check_regions(self) -> None:
+        """Raise `CompileError` for a splitting operator in a graph inside of the graph, such as of
+        `nested_compile_region`: nothing splits that, and a piece would capture the operator."""
+        for name, region in self.traced_call.traced.graph.named_modules():
+            nodes = region.graph.nodes if name and isinstance(region, fx.GraphModule) else ()
+            for node in filter(self._is_splitting, nodes):
+                raise CompileError(
+                    f"a splitting operator is in a region, which PIECEWISE cannot split: {name}",
+                    got=node.format_node(),
+                    expected="splitting operators in the forward itself",
+                    advice="mode='FULL', or leave nested_compile_region out",
+                )
+
+    def assemble(self, *, whole: bool) -> Code:
+        """The code of the graph: of the `whole`, in which splitting operators stay, or of its
+        pieces. Raises `CompileError` and its kinds."""
+        figures = Figures(backend=self._backend.name) if whole else self.figures
+        options, traced_call, traced = self._options, self.traced_call, self.traced_call.traced
+        started = time.perf_counter()
+        graph = traced.graph
+        if self.is_split:
+            # A copy, as `split` changes what it splits.
+            graph = fx.GraphModule(graph, copy.deepcopy(graph.graph))
+        in_one = whole or self._partitioned
+        pieces = split(graph, _splits_nowhere if in_one else self._is_splitting)
+        if not whole:
+            figures.trace_s += time.perf_counter() - started
+        logger.info(traced_line(self.subject.module, self.figures, graph.graph, pieces))
+
+        started = time.perf_counter()
+        modes = {GraphMode.FULL} if whole else {GraphMode.PIECEWISE}
+        if not self.is_split:
+            modes = {GraphMode.FULL, GraphMode.PIECEWISE}
+        compiler = Compiler(
+            self._backend,
+            figures,
+            traced_call,
+            cache=self._cache,
+            sizes=() if self.subject.small else self._static_sizes(modes),
+            partition_at=self._operators if self._partitioned else None,
+            stays=self._is_splitting if whole else None,
+        )
+        in_one = whole or options.whole_graph
+        captures_nothing = nothing_to_wrap(pieces, whole_graph=in_one)
+        captured = None if whole or captures_nothing else self._wrapping
+        stitched, wrappers, text = self._stitched(compiler, graph, pieces, captured, whole=whole)
+        figures.compile_s = time.perf_counter() - started
+        logger.info(compiled_line(figures, whole=whole))
+        if whole:
+            self.figures.add_whole(figures)
+
+        run = restoring_settings(stitched.function, graph.graph)
+        if captures_nothing and self._wrapping is not None:
+            wrappers.append(self._wrapping.wrap(run, breakable=True))
+            run = wrappers[-1]
+        if traced_call.around is None:
+            run = traced.forward_around(run)
+        traced_call.check()
+        return Code(run, stitched, tuple(pieces), tuple(wrappers), text)
+
+    def _stitched(
+        self,
+        compiler: Compiler,
+        graph: fx.GraphModule,
+        pieces: Sequence[Piece],
+        wrapping: Wrapping | None,
+        *,
+        whole: bool,
+    ) -> tuple[Stitched, list[GraphWrapper], str]:
+        """Compile the pieces of `graph`, and generate the function that calls them all. Also
+        returns the wrappers that capture them, and the graph as Python."""
+        options, cache = self._options, compiler.cache
+        compiled = [compiler.compile(piece) for piece in pieces]
+        calls, wrappers = _captured(
+            compiled,
+            wrapping,
+            compiler.partitioned,
+            splitting_names(graph.graph, options.splitting_ops),
+            whole_graph=options.whole_graph,
+        )
+        stitched = stitch(self.traced_call.around, graph, pieces, calls, self.subject)
+        text = readable(graph, compiled)
+        if cache is not None:
+            names = ("whole_graph", "whole_code") if whole else _TEXTS
+            for name, content in zip(names, (text, stitched.source), strict=True):
+                cache.entry.write_text(f"{name}.py", content)
+        return stitched, wrappers, text
+
+
+_TEXTS = "computation_graph", "transformed_code"
+"""Names of files for people in the cache's entry: the graph with its pieces, and their calls."""
 
 
 def accept_state(
@@ -207,34 +368,6 @@ def _backend(
     )
     figures.backend = backend.name
     return backend, None if backend.name == "eager" else cache
-
-
-def _stitched(
-    compiler: Compiler,
-    traced_call: TracedCall,
-    pieces: Sequence[Piece],
-    subject: Subject,
-    options: CompileOptions,
-    wrapping: Wrapping | None,
-) -> tuple[Stitched, list[GraphWrapper], str]:
-    """Compile the pieces, and generate the function that calls them all. Also returns the wrappers
-    that capture them, and the graph as Python."""
-    graph = traced_call.traced.graph
-    cache = compiler.cache
-    compiled = [compiler.compile(piece) for piece in pieces]
-    calls, wrappers = _captured(
-        compiled,
-        wrapping,
-        compiler.partitioned,
-        splitting_names(graph.graph, options.splitting_ops),
-        whole_graph=options.whole_graph,
-    )
-    stitched = stitch(traced_call.around, graph, pieces, calls, subject)
-    text = readable(graph, compiled)
-    if cache is not None:
-        cache.entry.write_text("computation_graph.py", text)
-        cache.entry.write_text("transformed_code.py", stitched.source)
-    return stitched, wrappers, text
 
 
 def _captured(

@@ -26,8 +26,16 @@ from graphrt.compile.pieces.partition import Partitioned, collecting
 from graphrt.compile.pieces.wrapping import RunnablePiece
 from graphrt.compile.private_torch.inductor import compiler_caches_apart
 from graphrt.compile.private_torch.operators import storage_identity
-from graphrt.compile.split.graph import Piece, returned_count, uncompiled, written_between
-from graphrt.compile.split.groups import splits_at
+from graphrt.compile.private_torch.patches import lacks_order
+from graphrt.compile.split.effects import written
+from graphrt.compile.split.graph import (
+    Piece,
+    returned_count,
+    uncompiled,
+    written_after_read,
+    written_between,
+)
+from graphrt.compile.split.groups import names_of, splits_at
 from graphrt.compile.split.identity import fingerprint, normalised
 from graphrt.compile.trace.call import TracedCall
 from graphrt.compile.trace.sizes import is_number, placeholders, value_of
@@ -43,8 +51,9 @@ class Compiler:
     """Compiles the pieces of one traced call, those of equal structure once.
 
     Each of `sizes` of the call's symbol gets code of its own in addition. With `partition_at`
-    Inductor partitions its code at these operators, and `partitioned` is all such code. Compiled
-    code is stored in `cache`, and loaded from it.
+    Inductor partitions its code at these operators, and `partitioned` is all such code. Splitting
+    operators for which `stays` is true are part of the code. Compiled code is stored in `cache`,
+    and loaded from it.
     """
 
     def __init__(
@@ -56,6 +65,7 @@ class Compiler:
         cache: CachedPieces | None,
         sizes: Sequence[int],
         partition_at: Sequence[str] | None = None,
+        stays: Callable[[fx.Node], bool] | None = None,
     ) -> None:
         self._backend = backend
         self._figures = figures
@@ -64,6 +74,7 @@ class Compiler:
         self._axes = traced_call.axes
         self._sizes = sizes
         self._partition_at = partition_at
+        self._stays = stays
         self.partitioned: list[Partitioned] = []
         # Fingerprint of a piece's graph -> its code, for all pieces of equal structure.
         self._code_of: dict[str, Callable[..., Any]] = {}
@@ -99,8 +110,14 @@ class Compiler:
                 call, written_between(piece.graph, lambda node: listed(node) or unsafe(node))
             )
         # A capture on the CPU records operators, and would miss compiled code.
-        always = self._device_type == "cpu"
-        return AsOperator(call, returned_count(piece.graph), piece.written, always=always)
+        on_cpu = self._device_type == "cpu"
+        operator = AsOperator(call, returned_count(piece.graph), piece.written, always=on_cpu)
+        if self._stays is None:
+            return operator
+        own_writes = written_between(piece.graph, self._stays)
+        if own_writes == piece.written:
+            return operator
+        return TellingWrites(call, own_writes, captured=operator if on_cpu else None)
 
     def _why_uncompiled(self, piece: Piece) -> str:
         """Why a piece runs uncompiled, as Inductor would get it wrong; "" if it would not.
@@ -108,6 +125,9 @@ class Compiler:
         Raises `AliasError`, and `CompileError` where the compiler makes the partitions.
         """
         _check_inputs(piece)
+        if self._stays is not None:
+            _check_operators(piece, self._stays)
+            _check_order(piece, self._stays)
         copies = copies_between_written_inputs(piece.graph)
         if copies and self._partition_at is not None:
             raise CompileError(
@@ -117,11 +137,20 @@ class Compiler:
                 expected="a new tensor, or one written input",
                 advice="leave use_inductor_graph_partition out: such a piece then runs uncompiled",
             )
+        why_not = ""
         if copies:
-            return "copies one input into another and writes both, of which Inductor loses one"
-        if self._partition_at is None and _passes_numbers_on(piece):
-            return "passes on numbers of tensors"
-        return ""
+            why_not = "copies one input into another and writes both, of which Inductor loses one"
+        elif self._partition_at is None and _passes_numbers_on(piece):
+            why_not = "passes on numbers of tensors"
+        if why_not and self._stays is not None:
+            # Its pieces may compile.
+            raise CompileError(
+                f"the whole graph {why_not}",
+                got=piece.name,
+                expected="a graph that Inductor gets right as one",
+                advice="CompileOptions(full='pieces')",
+            )
+        return why_not
 
     def _compile_for_all_sizes(self, graph: fx.GraphModule, key: str) -> Callable[..., Any]:
         """The code of a graph: one for all sizes; a `BySize` if some sizes have their own, or if
@@ -158,6 +187,7 @@ class Compiler:
 
     def _name(self, key: str) -> str:
         kind = "piece" if self._partition_at is None else "partitioned"
+        kind = kind if self._stays is None else "whole"
         return f"{kind}_{key[:_KEY_LENGTH]}"
 
     def _compile_graph(
@@ -190,7 +220,8 @@ class Compiler:
         own_caches = nullcontext() if self.cache is None else compiler_caches_apart(self.cache.tag)
         try:
             with torch.no_grad(), own_caches:
-                compiled: Any = backend.compile(graph, inputs, static=static)
+                more = {} if self._stays is None else {"in_order": True}
+                compiled: Any = backend.compile(graph, inputs, static=static, **more)
         except GraphRTError:
             raise
         except Exception as error:
@@ -231,6 +262,43 @@ def _check_inputs(piece: Piece) -> None:
                 expected="one tensor, and views of it made in the forward",
                 advice="keep one of them in the module, or use backend='eager'",
             )
+
+
+def _check_operators(piece: Piece, stays: Callable[[fx.Node], bool]) -> None:
+    """Raise `CompileError` for an operator of the whole graph that Inductor would leave out, as
+    nothing uses its results and it writes no argument: it has effects that it does not declare."""
+    used: set[fx.Node] = set()
+    for node in reversed(piece.graph.graph.nodes):
+        if node.op == "output" or written(node) or not used.isdisjoint(node.users):
+            used.add(node)
+        elif stays(node):
+            raise CompileError(
+                f"Inductor leaves {names_of(node)[0]} out of the whole graph",
+                got="no result that is used, and no argument that is written",
+                expected="an operator that says what it does",
+                advice="name in mutates= what it writes, and pass that as an argument",
+            )
+
+
+def _check_order(piece: Piece, stays: Callable[[fx.Node], bool]) -> None:
+    """Raise `CompileError` if Inductor may change the order of operators in the whole graph, or
+    computes from memory after an operator has written it (torch 2.13), as in `y = x * 2; op(x)`."""
+    node = written_after_read(piece.graph, stays)
+    if node is not None:
+        raise CompileError(
+            "the whole graph writes memory in place that it has read before, which Inductor may "
+            "get wrong beside splitting operators",
+            got=node.format_node(),
+            expected="operators that write new tensors, or memory that nothing else reads",
+            advice="CompileOptions(full='pieces')",
+        )
+    if lacks_order():
+        raise CompileError(
+            "Inductor cannot be kept from changing the order of splitting operators",
+            got=f"torch {torch.__version__}",
+            expected="a torch of constraints.txt",
+            advice="CompileOptions(full='pieces')",
+        )
 
 
 def _passes_numbers_on(piece: Piece) -> bool:

@@ -32,6 +32,10 @@ class Figures:
     """Pieces taken from the cache instead of being compiled."""
     trace_s: float = 0.0
     compile_s: float = 0.0
+    whole_s: float = 0.0
+    """Of these seconds, those for the whole graph, which FULL graphs run."""
+    full_reason: str = ""
+    """Why FULL graphs run the code of pieces, although the whole graph was asked for."""
     backend: str = ""
     """The backend that compiled."""
     backend_reason: str = ""
@@ -50,6 +54,19 @@ class Figures:
         self.loads += more.loads
         self.trace_s += more.trace_s
         self.compile_s += more.compile_s
+        self.whole_s += more.whole_s
+
+    def count_pieces(self, more: Figures) -> None:
+        """Take the counts of pieces of another trace of the same module."""
+        self.pieces, self.splitting_pieces = more.pieces, more.splitting_pieces
+        self.distinct_pieces = more.distinct_pieces
+
+    def add_whole(self, whole: Figures) -> None:
+        """Add the compilation of the whole graph, which is none of the `pieces`."""
+        whole.whole_s = whole.compile_s
+        self.add(whole)
+        self.static_compilations += whole.static_compilations
+        self.backend_reason = self.backend_reason or whole.backend_reason
 
 
 def readable(graph: fx.GraphModule, pieces: Sequence[RunnablePiece]) -> str:
@@ -77,10 +94,11 @@ def traced_line(
     return f"{line}: {len(pieces) - len(splitting)} pieces around {len(splitting)} of {where}"
 
 
-def compiled_line(figures: Figures) -> str:
+def compiled_line(figures: Figures, *, whole: bool) -> str:
     """How many pieces were compiled or loaded, and why something asked for was not done."""
+    what = "the whole graph" if whole else f"{figures.distinct_pieces} distinct pieces"
     line = (
-        f"{figures.distinct_pieces} distinct pieces in {figures.compile_s:.2f} s: "
+        f"{what} in {figures.compile_s:.2f} s: "
         f"{figures.compilations} compiled by {figures.backend}, {figures.loads} from the cache"
     )
     if figures.partitions:

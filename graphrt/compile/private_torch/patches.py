@@ -42,6 +42,11 @@ _SCALARS = NAMES.declare(
     "Inductor's, after a warning",
     seen=("2.11", "2.13"),
 )
+_NO_ORDER = "FULL graphs run the code of pieces, after a warning"
+_ORDER = NAMES.declare(
+    "torch._inductor.scheduler.Scheduler.compute_dependencies", without=_NO_ORDER
+)
+_GRAPH = NAMES.declare("torch._inductor.virtualized.V", without=_NO_ORDER)
 _PARTITION_HOOK = NAMES.declare(
     "torch._inductor.utils._unstable_customized_partition_wrapper", without=_NO_PARTITION
 )
@@ -184,6 +189,41 @@ def _give_symbols(graph: fx.Graph) -> None:
                 with graph.inserting_before(first):
                     size_node = graph.call_function(torch.ops.aten.sym_size.int, (node, dim))
                 size_node.meta["val"] = size
+
+
+_BUILT_IN = frozenset({"aten", "prim", "prims", "inductor", "quantized", "mkldnn", "mkl"})
+"""Namespaces of operators that keep no state."""
+
+
+@_patch(_ORDER)
+def operators_in_order(original: Any) -> Any:
+    """Inductor's code calls operators that are not torch's own in the order of the graph. They may
+    share state that is no argument of theirs, such as a cache; Inductor knows of arguments alone.
+    """
+
+    def compute_dependencies(self: Any) -> None:
+        dependencies = _GRAPH.find().graph.additional_buffer_deps
+        before = ""
+        for node in self.nodes:
+            operator = getattr(node.node, "op_overload", None)
+            if getattr(operator, "namespace", "aten") in _BUILT_IN:
+                continue
+            if before:
+                dependencies[node.get_name()].add(before)
+            before = node.get_outputs()[0].get_name()
+        original(self)
+
+    return compute_dependencies
+
+
+def lacks_order() -> bool:
+    """Whether this torch lacks what `operators_in_order` needs."""
+    try:
+        _ORDER.find()
+        _GRAPH.find()
+    except MissingTorchNameError:
+        return True
+    return False
 
 
 def lacks_partitions() -> bool:

@@ -20,7 +20,7 @@ from graphrt.compile.split.effects import (
     forward_updates,
     written,
 )
-from graphrt.compile.split.groups import NodeGroup, Roles, partition
+from graphrt.compile.split.groups import NodeGroup, Roles, is_allocation, partition
 from graphrt.compile.trace.sizes import is_number, placeholders, results_of
 from graphrt.compile.trace.user_lines import innermost_line
 from graphrt.core.capture.refusals import Source, stands_for
@@ -103,6 +103,28 @@ def written_between(
         for root in _with_roots(written(node), roles)
     }
     return tuple(index for index, node in enumerate(placeholders(whole)) if node in changed)
+
+
+def written_after_read(
+    whole: fx.GraphModule, is_splitting: Callable[[fx.Node], bool]
+) -> fx.Node | None:
+    """The first node that writes memory which computations before it read; None if none does.
+    Splitting operators read when they are called, and allocations read nothing."""
+    roles = Roles.of(whole.graph, is_splitting)
+    read: set[fx.Node] = set()
+    nodes: list[fx.Node] = [*whole.graph.nodes]
+    for node in nodes:
+        if not read.isdisjoint(_with_roots(written(node), roles)):
+            return node
+        if (
+            node in roles.views
+            or node in roles.numbers
+            or is_splitting(node)
+            or is_allocation(node)
+        ):
+            continue
+        read |= {*node.all_input_nodes, *roles.roots([node])}
+    return None
 
 
 def _with_roots(nodes: Sequence[fx.Node], roles: Roles) -> set[fx.Node]:

@@ -90,6 +90,8 @@ class ForwardContext:
     - `dispatcher`: told by wrappers that have no graph for the step.
     - `capture`: allows wrappers to capture.
     - `enlist`: called by a compiled module that runs in a warm-up or capture, to be known.
+    - `graph_mode`: of an eager step (mode NONE) that stands for a graph, its mode: a warm-up, a
+      trial's run, a step in quarantine. Compiled modules run the code that the graph has captured.
     - `token`: unique to one step, None outside of one.
 
     `mode` is NONE, PIECEWISE or FULL, or its name; others raise `InvalidModeError`.
@@ -110,6 +112,7 @@ class ForwardContext:
     live: Batch | None = None
     capture: CaptureTransaction | None = None
     enlist: Callable[[Any], None] | None = field(default=None, init=False)
+    graph_mode: GraphMode = field(default=_NONE, init=False)
     token: object = field(default=None, init=False)
 
     def __post_init__(self) -> None:

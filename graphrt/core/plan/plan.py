@@ -269,7 +269,10 @@ class Plan:
         return lines
 
     def __str__(self) -> str:
-        return printable("\n".join(self.lines()))  # a saved one may name anything
+        # Not among `lines`, in which a plan that was made without the modules would differ.
+        code = (getattr(module, "code_line", None) for module in self.compiled)
+        lines = [*self.lines(), *(line(self.mode) for line in code if line is not None)]
+        return printable("\n".join(lines))  # a saved one may name anything
 
     def __repr__(self) -> str:
         return f"Plan({self.mode.name}, {len(self.keys)} graphs, {self.platform.name})"

@@ -607,6 +607,9 @@ class RunnerCapture:
             num_reqs=graph.reqs,
         )
         context.enlist = setup.enlist
+        # A probe of outputs (NONE) runs the code of most graphs.
+        is_probe = graph.mode is GraphMode.NONE
+        context.graph_mode = setup.plan.mode.decode_mode if is_probe else graph.mode
         undo.later(state.restore)
         if is_tried:
             # An interrupt too would leave what the capture has made in its memory, which is gone.

@@ -43,7 +43,7 @@ Calls: TypeAlias = Callable[[], Callable[[], T]]
 class Step(NamedTuple):
     """One step: its batch, its dispatch (the graph, or why there is none) and what the host gave,
     with `updates` as `StepExecutor.updates_of` resolves them. With `agreed`, ranks have agreed on
-    the graph."""
+    the graph. `graph_mode` is the mode of a graph that the step does without, NONE for a miss."""
 
     batch: Batch
     dispatch: Dispatch
@@ -51,6 +51,7 @@ class Step(NamedTuple):
     updates: Any = None
     metadata: Any = None
     agreed: bool = False
+    graph_mode: GraphMode = GraphMode.NONE
 
 
 class Looks:

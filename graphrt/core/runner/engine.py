@@ -199,7 +199,8 @@ class StepEngine:
         # Before the run: if the forward raises, `last_dispatch` must not say HIT.
         self.last_dispatch = eager = self._dispatcher.without_graph(dispatch, step.batch, reason)
         if not step.agreed:
-            return eager, self._run_unpadded(step._replace(dispatch=eager))
+            without = step._replace(dispatch=eager, graph_mode=dispatch.mode)
+            return eager, self._run_unpadded(without)
         try:
             return eager, self._executor.run_padded(step, eager=True)
         finally:
@@ -216,7 +217,8 @@ class StepEngine:
         self.last_dispatch = eager = self._dispatcher.without_graph(
             step.dispatch, step.batch, Reason.QUARANTINED
         )
-        return eager, self._run_unpadded(step._replace(dispatch=eager))
+        without = step._replace(dispatch=eager, graph_mode=step.dispatch.mode)
+        return eager, self._run_unpadded(without)
 
     def failed(
         self, dispatch: Dispatch, updates: Any = None, not_served_before: int | None = None

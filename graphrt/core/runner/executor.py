@@ -145,6 +145,7 @@ class StepExecutor:
             dispatcher=graphs.dispatcher,
             live=step.batch,
         )
+        context.graph_mode = dispatch.mode
         pool = None if eager else prepared.pool_of_pieces
         replays, dispatcher = 0 if pool is None else pool.generation, graphs.dispatcher
         not_served = dispatcher.not_served
@@ -175,6 +176,7 @@ class StepExecutor:
             num_reqs=rows[1],
             live=batch,
         )
+        context.graph_mode = step.graph_mode
         pool.streams.follow()
         loans = views = None
         # Code of a compiler may keep what it is given until its next call.

@@ -121,6 +121,7 @@ class RunnerSetup:
         for_pieces = options.merged({"breaks": ()})
         for module in self.compiled:
             module.use_capture_sizes({descriptor.num_tokens for _, descriptor in self.plan.keys})
+            module.use_modes(self.plan.keys)
             module.use_wrapper_options(for_pieces, hooks)
         wrapper_cls = wrapper_class(self.pool.platform)
         wrap = partial(wrapper_cls, pool=self.pool, options=options, hooks=hooks)

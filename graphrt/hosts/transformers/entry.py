@@ -47,7 +47,7 @@ def with_graphs(
     model that cannot be captured runs as before too; `strict` raises its error. Without `capture`,
     `graphs_of(model).recapture()` captures later.
 
-    With `compile` the step of a model that generates is compiled into pieces by Inductor before it
+    With `compile` the step of a model that generates is compiled as a whole by Inductor before it
     is captured (or as `CompileOptions` say): faster steps, seconds to begin with (less with the
     pieces in the cache), and the rounding of fused kernels.
 

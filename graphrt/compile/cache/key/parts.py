@@ -28,6 +28,7 @@ from graphrt.core.base.errors import InvalidOptionError
 NOT_IN_KEY = {
     "cache_dir": "where code is kept does not change it",
     "save_format": "pieces are loaded in either form",
+    "full": "the name of a piece says of which graph it is",
     "compile_sizes": "the name of a piece says for which size it was compiled",
 }
 """The options that are not in the key, and why. All others are, new ones too."""
