@@ -262,7 +262,9 @@ def plan(
         arguments["max_num_tokens"] = max_num_tokens
     if arguments.get("sizes") is None:
         # The largest given size is the largest batch: the default would add a graph of 256.
-        arguments = {"max_num_reqs": 256, "max_num_tokens": 2048, **arguments}
+        # A schedule of query lengths says the requests itself.
+        reqs = {} if isinstance(arguments["query_lens"], dict) else {"max_num_reqs": 256}
+        arguments = {**reqs, "max_num_tokens": 2048, **arguments}
     request = PlanRequest(
         arguments,
         attention=tuple(attention or ["ALWAYS"]),

@@ -36,7 +36,7 @@ class SizeArguments(TypedDict, total=False):
     max_size: int | None
     max_num_tokens: int | None
     max_num_reqs: int | None
-    query_lens: Sequence[int]
+    query_lens: sizes.QueryLens
     traffic: Traffic | None
 
 
@@ -136,10 +136,11 @@ class Plan:
     to that, `sizes` the lists of sizes in tokens, `keys` what is captured, in capture order,
     `captured` the same with what each takes, and `left_out` what the budget does not hold, and why.
 
-    `max_num_tokens` (T) and `max_num_reqs` (S) are the largest batch of the host, by
-    default the largest of `sizes` (in tokens); one of the three is needed. No size is above T.
-    `max_size` is the largest size to capture. `query_lens` are the tokens of a request in a decode
-    step, (1,) by default. `attention` is what the attention of the model can be captured in (a
+    `max_num_tokens` (T) and `max_num_reqs` (S) are the largest batch of the host, by default the
+    largest of `sizes` (in tokens); one of the three is needed. No size is above T. `max_size` is
+    the largest size to capture. `query_lens` are the tokens of a request in a decode step, (1,) by
+    default; or by the number of requests, up to each key: `{8: [7], 32: [5]}` is 7 tokens up to 8
+    requests, and 5 up to 32. `attention` is what the attention of the model can be captured in (a
     level or its name, ALWAYS by default), or that of each backend by name. `pieces` is what cuts
     the forward; "auto", the default, stands for pieces that a compiled module brings along, else
     for breakable capture. `compiled` are the compiled modules of the forward (`graphrt.compile`),
@@ -180,7 +181,7 @@ class Plan:
         possible = sizes.capture_sizes(**self.arguments, cap=cap)
         sizes.check_decode(resolved.mode, possible)
         # The sizes of full decode batches: a host that is busy runs these most.
-        fulls = [possible.max_num_reqs * query_len for query_len in possible.decode]
+        fulls = [reqs * query_len for query_len, reqs in possible.decode_reqs.items()]
         # Sizes in tokens -> the same, the most valuable first.
         self._worth = partial(by_worth, traffic=self.arguments["traffic"], landmarks=fulls)
         keys = sizes.descriptors_for(resolved.mode, possible, **self.arguments)
