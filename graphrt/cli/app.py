@@ -263,8 +263,9 @@ def plan(
     if arguments.get("sizes") is None:
         # The largest given size is the largest batch: the default would add a graph of 256.
         # A schedule of query lengths says the requests itself.
-        reqs = {} if isinstance(arguments["query_lens"], dict) else {"max_num_reqs": 256}
-        arguments = {**reqs, "max_num_tokens": 2048, **arguments}
+        if not isinstance(arguments["query_lens"], dict):
+            arguments = {"max_num_reqs": 256, **arguments}
+        arguments = {"max_num_tokens": 2048, **arguments}
     request = PlanRequest(
         arguments,
         attention=tuple(attention or ["ALWAYS"]),
