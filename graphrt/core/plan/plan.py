@@ -7,10 +7,12 @@ sentence of `Plan`. All arguments are handed to `resolve_mode`, `capture_sizes` 
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -22,7 +24,18 @@ from graphrt.core.batch.modes import AttentionSupport, GraphMode, Mode, PiecePro
 from graphrt.core.device.platform import Platform
 from graphrt.core.device.registry import resolve_platform
 from graphrt.core.plan import resolution, saved, sizes
-from graphrt.core.plan.budget import Budget, GraphCost, budget_lines, by_priority, fit, total_of
+from graphrt.core.plan.budget import (
+    Budget,
+    GraphCost,
+    LeftOut,
+    PlannedCapture,
+    budget_lines,
+    by_priority,
+    fit,
+    lacking,
+    total_of,
+)
+from graphrt.core.plan.memory import GraphMemory, measured_costs, peak_cost
 from graphrt.core.plan.traffic import Traffic, by_worth, check_traffic
 
 if TYPE_CHECKING:
@@ -178,7 +191,7 @@ class Plan:
         resolved = resolution.resolve_mode(**self.arguments)
         self.pieces = resolved.pieces
         cap = self.platform.default_max_size()
-        possible = sizes.capture_sizes(**self.arguments, cap=cap)
+        possible = self._possible = sizes.capture_sizes(**self.arguments, cap=cap)
         sizes.check_decode(resolved.mode, possible)
         # The sizes of full decode batches: a host that is busy runs these most.
         fulls = [reqs * query_len for query_len, reqs in possible.decode_reqs.items()]
@@ -186,7 +199,7 @@ class Plan:
         self._worth = partial(by_worth, traffic=self.arguments["traffic"], landmarks=fulls)
         keys = sizes.descriptors_for(resolved.mode, possible, **self.arguments)
         budget = self.arguments["budget"] or Budget()
-        budget.check_costs(dict.fromkeys(runtime_mode for runtime_mode, _ in keys))
+        budget.check_costs(keys)
         fitted = fit(keys, budget, resolved, self._worth)
         self.resolution, self.captured, self.left_out = fitted
         self.resolution.log_steps()
@@ -203,11 +216,66 @@ class Plan:
     def capture_order(self, *, limited: bool = False) -> tuple[sizes.CaptureKey, ...]:
         """`keys` in the order in which they are captured: as they are, or, where the device tells
         how many streams are free for graphs, those first that are worth most if it runs out; where
-        their number or bytes are `limited`, these behind the largest of each mode."""
-        if not limited and self.platform.stream_room() is None:
+        their number or bytes are `limited`, these behind the largest of each mode. A budget whose
+        costs are measured has a second of each mode next: by these the others are predicted."""
+        if not (limited or self.is_measured or self.platform.stream_room() is not None):
             return self.keys
-        first = sizes.largest_of(self.keys) if limited else ()
-        return tuple(sorted(by_priority(self.keys, self._worth), key=lambda key: key not in first))
+        ranked = by_priority(self.keys, self._worth)
+        largest = sizes.largest_of(self.keys) if limited or self.is_measured else ()
+        first = [key for key in ranked if key in largest]
+        if self.is_measured:
+            first.sort(key=_tokens, reverse=True)  # the others fit into the pool of the first
+            seconds = sizes.largest_of(key for key in ranked if key not in largest)
+            first += sorted(filter(seconds.__contains__, ranked), key=_tokens, reverse=True)
+        return tuple(dict.fromkeys([*first, *ranked]))
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether a runner measures what graphs take, as the budget limits bytes without costs."""
+        budget = self.arguments["budget"]
+        return budget is not None and budget.is_measured
+
+    def measured(
+        self,
+        took: Mapping[sizes.CaptureKey, GraphMemory],
+        held: Collection[sizes.CaptureKey],
+        left_out: Collection[sizes.CaptureKey],
+        lost_bytes: int = 0,
+    ) -> Plan:
+        """The plan with costs, by what graphs `took`: those that are `held`, and what fits of the
+        others. `left_out` are not tried again; `lost_bytes` belong to no graph that is held."""
+        budget = self.arguments["budget"]
+        assert budget is not None and budget.device_bytes is not None
+        limit = budget.device_bytes
+        bytes_of = measured_costs(took, self.keys, [key for key in took if key not in held])
+        costs = {
+            key: replace(
+                budget.cost_of(*key), device_bytes=each.device_bytes, pool_bytes=each.pool_bytes
+            )
+            for key, each in bytes_of.items()
+        }
+        # The last one that fits may take more than the average.
+        peaks = {key: peak_cost(took, key[0].name, costs[key]) for key in self.keys}
+        kept, used = {*held}, total_of(costs[key] for key in held)
+        used += GraphCost(graphs=0, device_bytes=lost_bytes)
+        for key in self.capture_order():
+            if key not in kept and key not in left_out and budget.lacks(used, peaks[key]) is None:
+                kept.add(key)
+                used += costs[key]
+        plan = copy.copy(self)
+        named: Any = {**(budget.cost or {})}
+        named |= {sizes.graph_name(key): cost for key, cost in costs.items()}
+        plan.arguments = {**self.arguments, "budget": replace(budget, cost=named)}
+        plan.keys = tuple(key for key in self.keys if key in kept)
+        plan.captured = tuple(PlannedCapture(*key, costs[key]) for key in plan.keys)
+        left = [
+            LeftOut(*key, costs[key], lacking("device_bytes", used, peaks[key], limit))
+            for key in self.keys
+            if key not in kept
+        ]
+        plan.left_out = (*self.left_out, *left)
+        plan.sizes = sizes.captured_sizes(self._possible, plan.keys, self.arguments["sizes"])
+        return plan
 
     def replace(self, *, platform: Platform | str | None = None, **changes: Any) -> Plan:
         """The plan with other arguments, resolved again; on the same platform by default."""
@@ -326,3 +394,7 @@ class Plan:
         changed = saved.differences(printed, plan._content()["printed"])
         saved.warn_changed(f"{os.fspath(path)}, made with {made_with},", changed)
         return plan
+
+
+def _tokens(key: sizes.CaptureKey) -> int:
+    return key[1].num_tokens

@@ -20,6 +20,12 @@ CaptureKey = tuple[GraphMode, BatchDescriptor]
 QueryLens = Sequence[int] | Mapping[int, Sequence[int]]
 """The query lengths of decode batches; or a schedule: up to so many requests these."""
 
+
+def graph_name(key: CaptureKey) -> str:
+    """How plans, reports and logs call a graph."""
+    return f"{key[0].name} [{key[1]}]"
+
+
 _WIDTH = 100
 """Characters of a printed line."""
 _CAP = 512

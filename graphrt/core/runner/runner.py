@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from graphrt.core.device.platform import Platform
     from graphrt.core.dispatch.dispatcher import GraphDispatcher
     from graphrt.core.inputs.buffers import StaticInputs
+    from graphrt.core.plan.plan import Plan
     from graphrt.core.runner.capture_session import CaptureProgress, Choose, Progress
     from graphrt.core.runner.contract import StepChecks
     from graphrt.core.runner.findings import Look
@@ -54,7 +55,7 @@ class Runner(Uncopied, Generic[R]):
         from graphrt.core.runner.executor import StepExecutor
         from graphrt.core.runner.graph_table import GraphTable
 
-        self.options, self.plan = setup.options, setup.plan
+        self.options = setup.options
         self.pool, self.inputs = setup.pool, setup.inputs
         # The table has the graphs, the executor runs a step, the engine decides how.
         self.graphs = GraphTable(setup, checks)
@@ -139,9 +140,15 @@ class Runner(Uncopied, Generic[R]):
         return self.pool.platform
 
     @property
+    def plan(self) -> Plan:
+        """The plan. Where its budget says bytes without costs: with what graphs have taken so far,
+        and what is predicted of the others."""
+        return self.graphs.plan()
+
+    @property
     def mode(self) -> GraphMode:
         """The mode that the plan was resolved to."""
-        return self.plan.mode
+        return self.graphs.setup.plan.mode
 
     @property
     def dispatcher(self) -> GraphDispatcher:
