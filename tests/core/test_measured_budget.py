@@ -23,7 +23,7 @@ from graphrt import (
     Plan,
     Reason,
 )
-from graphrt.core.plan.memory import GraphMemory, measured_costs
+from graphrt.core.plan.memory import GraphMemory, measured_costs, measured_plan
 from graphrt.core.plan.sizes import graph_name
 from graphrt.cpu import CpuPlatform
 from graphrt.cpu.graph import TapeGraph
@@ -60,7 +60,10 @@ def forward(x: torch.Tensor) -> torch.Tensor:
 
 
 def runner_of(
-    budget: Budget | None, platform: CpuPlatform | None = None, mode: Any = "FULL", **more: Any
+    budget: Budget | None,
+    platform: CpuPlatform | str | None = None,
+    mode: Any = "FULL",
+    **more: Any,
 ) -> GraphRunner[torch.Tensor]:
     return GraphRunner(
         forward,
@@ -270,7 +273,7 @@ def test_simulated_captures_stay_within_the_bytes_whatever_graphs_take(data: st.
     left_out: list[Any] = []
     lost = 0
     for key in plan.capture_order():
-        now = plan.measured(took, held, left_out, lost) if took else plan
+        now = measured_plan(plan, took, held, left_out, lost) if took else plan
         assert {*held} <= {*now.keys} and not {*left_out} & {*now.keys}
         assert {*now.keys} | {(each.mode, each.descriptor) for each in now.left_out} == {*plan.keys}
         if took:
@@ -288,3 +291,22 @@ def test_simulated_captures_stay_within_the_bytes_whatever_graphs_take(data: st.
                 return
         else:
             held.append(key)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("mode", ["FULL", "FULL_AND_PIECEWISE"])
+def test_bytes_on_a_gpu_are_never_exceeded(mode: str) -> None:
+    whole = runner_of(Budget(device_bytes=1 << 40), "cuda", mode)
+    whole.capture()
+    report = whole.report()
+    assert len(report.graphs) == len(whole.plan.keys)
+    pool, driver = report.pool_bytes or 0, report.driver_bytes or 0
+    limit = pool + driver // 2 + 4 * MIB
+    whole.close()
+    runner = runner_of(Budget(device_bytes=limit), "cuda", mode)
+    runner.capture()
+    report = runner.report()
+    assert report.graphs and (report.pool_bytes or 0) + (report.driver_bytes or 0) <= limit
+    x = torch.ones(128, WIDTH, device="cuda")
+    assert torch.equal(runner(Batch(128, 128, 1), x=x), forward(x))
+    assert runner.last_dispatch is not None and runner.last_dispatch.reason is Reason.HIT

@@ -103,7 +103,7 @@ class Budget:
         costs = (self.cost or {}).values()
         return self.device_bytes is not None and not any(c.amount("device_bytes") for c in costs)
 
-    def check_costs(self, keys: Collection[CaptureKey]) -> None:
+    def check_costs(self, keys: Collection[tuple[GraphMode, BatchDescriptor]]) -> None:
         """Raise `InvalidOptionError` for a limit that limits nothing, as no cost says how much of
         it each of these graphs takes. A cost of 0 beside others is believed."""
         costs = self.cost or {}

@@ -8,11 +8,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from graphrt.core.plan.budget import GraphCost
-from graphrt.core.plan.sizes import CaptureKey
+from graphrt.core.plan.budget import GraphCost, LeftOut, PlannedCapture, lacking, total_of
+from graphrt.core.plan.plan import Plan
+from graphrt.core.plan.sizes import CaptureKey, captured_sizes, graph_name
 
 _SEGMENT_BYTES = 20 << 20
 """The least that an allocator takes from the device. A pool that grew by less may have room for the
@@ -81,3 +84,46 @@ def measured_costs(
         pool = round(brought * tokens / first.tokens)
         costs[key] = GraphCost(device_bytes=max(0, round(size)), pool_bytes=pool)
     return costs
+
+
+def measured_plan(
+    plan: Plan,
+    took: Mapping[CaptureKey, GraphMemory],
+    held: Collection[CaptureKey],
+    left_out: Collection[CaptureKey],
+    lost_bytes: int = 0,
+) -> Plan:
+    """The plan with costs, by what graphs `took`: those that are `held`, and others that are
+    predicted to fit. `left_out` are not tried again; `lost_bytes` belong to no graph."""
+    budget = plan.arguments["budget"]
+    assert budget is not None and budget.device_bytes is not None
+    limit = budget.device_bytes
+    bytes_of = measured_costs(took, plan.keys, [key for key in took if key not in held])
+    costs = {
+        key: replace(
+            budget.cost_of(*key), device_bytes=each.device_bytes, pool_bytes=each.pool_bytes
+        )
+        for key, each in bytes_of.items()
+    }
+    # The last one that fits may take more than the average.
+    peaks = {key: peak_cost(took, key[0].name, costs[key]) for key in plan.keys}
+    kept, used = {*held}, total_of(costs[key] for key in held)
+    used += GraphCost(graphs=0, device_bytes=lost_bytes)
+    for key in plan.capture_order():
+        if key not in kept and key not in left_out and budget.lacks(used, peaks[key]) is None:
+            kept.add(key)
+            used += costs[key]
+    whole, plan = plan, copy.copy(plan)
+    named: Any = {**(budget.cost or {})}
+    named |= {graph_name(key): cost for key, cost in costs.items()}
+    plan.arguments = {**whole.arguments, "budget": replace(budget, cost=named)}
+    plan.keys = tuple(key for key in whole.keys if key in kept)
+    plan.captured = tuple(PlannedCapture(*key, costs[key]) for key in plan.keys)
+    left = [
+        LeftOut(*key, costs[key], lacking("device_bytes", used, peaks[key], limit))
+        for key in whole.keys
+        if key not in kept
+    ]
+    plan.left_out = (*whole.left_out, *left)
+    plan.sizes = captured_sizes(whole._possible, plan.keys, whole.arguments["sizes"])
+    return plan

@@ -7,12 +7,10 @@ sentence of `Plan`. All arguments are handed to `resolve_mode`, `capture_sizes` 
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -27,15 +25,11 @@ from graphrt.core.plan import resolution, saved, sizes
 from graphrt.core.plan.budget import (
     Budget,
     GraphCost,
-    LeftOut,
-    PlannedCapture,
     budget_lines,
     by_priority,
     fit,
-    lacking,
     total_of,
 )
-from graphrt.core.plan.memory import GraphMemory, measured_costs, peak_cost
 from graphrt.core.plan.traffic import Traffic, by_worth, check_traffic
 
 if TYPE_CHECKING:
@@ -234,48 +228,6 @@ class Plan:
         """Whether a runner measures what graphs take, as the budget limits bytes without costs."""
         budget = self.arguments["budget"]
         return budget is not None and budget.is_measured
-
-    def measured(
-        self,
-        took: Mapping[sizes.CaptureKey, GraphMemory],
-        held: Collection[sizes.CaptureKey],
-        left_out: Collection[sizes.CaptureKey],
-        lost_bytes: int = 0,
-    ) -> Plan:
-        """The plan with costs, by what graphs `took`: those that are `held`, and what fits of the
-        others. `left_out` are not tried again; `lost_bytes` belong to no graph that is held."""
-        budget = self.arguments["budget"]
-        assert budget is not None and budget.device_bytes is not None
-        limit = budget.device_bytes
-        bytes_of = measured_costs(took, self.keys, [key for key in took if key not in held])
-        costs = {
-            key: replace(
-                budget.cost_of(*key), device_bytes=each.device_bytes, pool_bytes=each.pool_bytes
-            )
-            for key, each in bytes_of.items()
-        }
-        # The last one that fits may take more than the average.
-        peaks = {key: peak_cost(took, key[0].name, costs[key]) for key in self.keys}
-        kept, used = {*held}, total_of(costs[key] for key in held)
-        used += GraphCost(graphs=0, device_bytes=lost_bytes)
-        for key in self.capture_order():
-            if key not in kept and key not in left_out and budget.lacks(used, peaks[key]) is None:
-                kept.add(key)
-                used += costs[key]
-        plan = copy.copy(self)
-        named: Any = {**(budget.cost or {})}
-        named |= {sizes.graph_name(key): cost for key, cost in costs.items()}
-        plan.arguments = {**self.arguments, "budget": replace(budget, cost=named)}
-        plan.keys = tuple(key for key in self.keys if key in kept)
-        plan.captured = tuple(PlannedCapture(*key, costs[key]) for key in plan.keys)
-        left = [
-            LeftOut(*key, costs[key], lacking("device_bytes", used, peaks[key], limit))
-            for key in self.keys
-            if key not in kept
-        ]
-        plan.left_out = (*self.left_out, *left)
-        plan.sizes = sizes.captured_sizes(self._possible, plan.keys, self.arguments["sizes"])
-        return plan
 
     def replace(self, *, platform: Platform | str | None = None, **changes: Any) -> Plan:
         """The plan with other arguments, resolved again; on the same platform by default."""

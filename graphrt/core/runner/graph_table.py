@@ -22,7 +22,7 @@ from graphrt.core.capture.wrapper import GraphWrapper
 from graphrt.core.dispatch.dispatcher import GraphDispatcher
 from graphrt.core.dispatch.reasons import Dispatch
 from graphrt.core.inputs.layout import StepMoves
-from graphrt.core.plan.memory import GraphMemory, measured_costs, peak_cost
+from graphrt.core.plan.memory import GraphMemory, measured_costs, measured_plan, peak_cost
 from graphrt.core.plan.plan import Plan
 from graphrt.core.plan.sizes import CaptureKey, graph_name
 from graphrt.core.replay.entry import Entry
@@ -243,7 +243,7 @@ class GraphTable:
         if not (plan.is_measured and self._took):
             return plan
         left_out = [key for key in plan.keys if self.dispatcher.reserve(*key) in self.left_out]
-        return plan.measured(self._took, self._held(), left_out, self._lost_bytes)
+        return measured_plan(plan, self._took, self._held(), left_out, self._lost_bytes)
 
     def has_room(self, key: CaptureKey) -> bool:
         """Whether a graph is predicted to fit into a budget that is measured."""
@@ -374,7 +374,9 @@ class GraphTable:
             before = self._took[key].pool_bytes or 0 if key in self._took else 0
             pool = (record.pool_bytes or 0) + before
             tokens = graph.descriptor.num_tokens
-            self._took[key] = GraphMemory(graph.mode.name, tokens, pool, record.driver_bytes)
+            # Other processes may have given memory back meanwhile.
+            driver = max(0, record.driver_bytes or 0)
+            self._took[key] = GraphMemory(graph.mode.name, tokens, pool, driver)
         logger.info("captured %s in %.3f s", graph, record.capture_s)
         # Last: from this store on steps are dispatched to the graph.
         self.dispatcher.publish(graph.mode, graph.descriptor)
