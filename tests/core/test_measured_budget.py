@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import logging
+import warnings
 import weakref
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,13 @@ from graphrt.core.plan.memory import GraphMemory, measured_costs, measured_plan
 from graphrt.core.plan.sizes import graph_name
 from graphrt.cpu import CpuPlatform
 from graphrt.cpu.graph import TapeGraph
-from graphrt.errors import InvalidOptionError, PlanChangedWarning, ResourceExhaustedError
+from graphrt.errors import (
+    GraphMemoryWarning,
+    InvalidOptionError,
+    PlanChangedWarning,
+    ResourceExhaustedError,
+)
+from graphrt.observe import MemoryWatch
 from tests.draws import MORE
 
 MIB = 1 << 20
@@ -154,6 +162,17 @@ def test_bytes_below_the_largest_graph_are_an_error_that_says_what_it_takes() ->
     assert torch.equal(runner(x=torch.ones(1, WIDTH)), forward(torch.ones(1, WIDTH)))
 
 
+def test_the_bar_of_a_capture_counts_what_fits_and_warns_of_nothing(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    runner, stream = runner_of(Budget(device_bytes=21 * MIB)), io.StringIO()
+    watch = MemoryWatch(runner, stream=stream)
+    runner.capture(progress=watch)
+    assert not [each for each in recwarn if each.category is GraphMemoryWarning]
+    assert {each.bytes for each in watch.forecasts} == {21 * MIB}
+    assert len(watch.forecasts) == 7
+
+
 def test_strict_refuses_what_the_bytes_have_no_room_for() -> None:
     runner = runner_of(Budget(device_bytes=21 * MIB), options=GraphOptions(strict=True))
     with pytest.raises(ResourceExhaustedError, match="the budget holds 5 of 8 graphs"):
@@ -174,8 +193,6 @@ def test_a_measured_plan_is_saved_with_its_costs_and_needs_no_measuring(tmp_path
     runner = runner_of(Budget(device_bytes=21 * MIB))
     runner.capture()
     runner.plan.save(tmp_path / "plan.json")
-    import warnings
-
     with warnings.catch_warnings():
         warnings.simplefilter("error", PlanChangedWarning)
         plan = Plan.load(tmp_path / "plan.json", platform=runner.platform)

@@ -172,8 +172,9 @@ def budget_lines(budget: Budget, captured: Captured, left_out: Sequence[LeftOut]
     shown = [name for name in RESOURCES if name in limited + taken] or ["graphs"]
     counted = f"{len(captured)} of {len(captured) + len(left_out)} sizes"
     limits = [of_limit(n, total.amount(n), getattr(budget, n)) for n in limited]
+    sums = limits or [figure(name, total.amount(name)) for name in shown]
     if total.pool_bytes:
-        limits.append(f"{figure('device_bytes', total.pool_bytes)} of it are the pool")
+        sums.append(f"{figure('device_bytes', total.pool_bytes)} of it are the pool")
 
     def figures(cost: GraphCost) -> str:
         return ", ".join(figure(name, getattr(cost, name)) for name in shown)
@@ -181,7 +182,7 @@ def budget_lines(budget: Budget, captured: Captured, left_out: Sequence[LeftOut]
     return [
         *budget.notes,
         *(f"{p.mode.name} [{p.descriptor}]: {figures(p.cost)}" for p in captured),
-        f"in all: {counted}, {', '.join(limits) or figures(total)}",
+        f"in all: {counted}, {', '.join(sums)}",
         *([_MEASURED.format(figure("device_bytes", budget.device_bytes or 0))] * unknown),
         *_left_out_lines(left_out),
     ]
