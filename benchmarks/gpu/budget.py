@@ -161,7 +161,7 @@ def captured(runner: GraphRunner, device: str) -> dict[str, Any]:
     return {
         "graphs": len(report.graphs),
         "left_out": len(runner.plan.left_out),
-        "taken_back": len(runner.graphs._took) - len(report.graphs),
+        "taken_back": len(runner.graphs.budget.took) - len(report.graphs),
         "capture_s": round(seconds, 3),
         "predicted_bytes": totals[2],
         "taken_bytes": taken,

@@ -25,7 +25,7 @@ from graphrt import (
     Plan,
     Reason,
 )
-from graphrt.core.plan.memory import GraphMemory, measured_costs, measured_plan
+from graphrt.core.plan.memory import GraphMemory, MeasuredBudget, measured_costs
 from graphrt.core.plan.sizes import graph_name
 from graphrt.cpu import CpuPlatform
 from graphrt.cpu.graph import TapeGraph
@@ -285,29 +285,27 @@ def test_simulated_captures_stay_within_the_bytes_whatever_graphs_take(data: st.
     limit = data.draw(st.integers(1, 400)) * MIB
     plan = Plan(mode, max_num_reqs=32, budget=Budget(device_bytes=limit), platform="cpu")
     amounts = st.integers(0, 30).map(lambda mib: mib * MIB)
-    took: dict[Any, GraphMemory] = {}
+    budget = MeasuredBudget(plan)
     held: list[Any] = []
     left_out: list[Any] = []
-    lost = 0
     for key in plan.capture_order():
-        now = measured_plan(plan, took, held, left_out, lost) if took else plan
+        now = budget.plan(held, left_out)
         assert {*held} <= {*now.keys} and not {*left_out} & {*now.keys}
         assert {*now.keys} | {(each.mode, each.descriptor) for each in now.left_out} == {*plan.keys}
-        if took:
-            assert now.total.amount("device_bytes") + lost <= limit or {*now.keys} == {*held}
-        if key not in now.keys:
+        if held:
+            assert now.total.amount("device_bytes") <= limit
+            assert budget.has_room(key, held) == (key in now.keys)
+        if not budget.has_room(key, held):
             left_out.append(key)
             continue
-        took[key] = GraphMemory(
-            key[0].name, key[1].num_tokens, data.draw(amounts), data.draw(amounts)
-        )
-        if sum(took[each].bytes for each in [*held, key]) + lost > limit:
-            left_out.append(key)
-            lost += took[key].pool_bytes or 0
-            if not held:
-                return
-        else:
-            held.append(key)
+        budget.note(key, data.draw(amounts), data.draw(amounts))
+        held.append(key)
+        has_freed = True
+        while held and has_freed and budget.is_over(held):
+            left_out.append(held.pop())
+            has_freed = budget.lose(left_out[-1], budget.took[left_out[-1]].driver_bytes or 0)
+        if not held:
+            return
 
 
 @pytest.mark.cuda

@@ -93,9 +93,11 @@ class Budget:
     def cost_of(self, mode: GraphMode, descriptor: BatchDescriptor | None = None) -> GraphCost:
         """What a graph of a runtime mode takes, or the one of a descriptor."""
         costs: Mapping[Any, GraphCost] = self.cost or {}
-        mode = GraphMode.parse(mode)
-        name = None if descriptor is None else graph_name((mode, descriptor))
-        return costs.get(name) or costs.get(mode, GraphCost())
+        of_mode = costs.get(GraphMode.parse(mode), GraphCost())
+        # A name takes the repr() of a host's own variant.
+        if descriptor is None or not any(isinstance(each, str) for each in costs):
+            return of_mode
+        return costs.get(graph_name((GraphMode.parse(mode), descriptor)), of_mode)
 
     @property
     def is_measured(self) -> bool:

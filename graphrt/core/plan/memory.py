@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from graphrt.core.plan.budget import GraphCost, LeftOut, PlannedCapture, lacking, total_of
+from graphrt.core.plan.budget import Budget, GraphCost, LeftOut, PlannedCapture, lacking, total_of
 from graphrt.core.plan.plan import Plan
 from graphrt.core.plan.sizes import CaptureKey, captured_sizes, graph_name
 
@@ -56,13 +56,6 @@ def next_bytes(captured: Sequence[GraphMemory], mode: str, tokens: int) -> float
     return share + max(0.0, min(sum(taken[1:]) / len(taken[1:]), first), least)
 
 
-def peak_cost(took: Mapping[CaptureKey, GraphMemory], mode: str, cost: GraphCost) -> GraphCost:
-    """The cost of a further graph of a mode, if it begins a chunk of the driver's memory as others
-    have."""
-    later = [each.driver_bytes or 0 for each in [*took.values()][1:] if each.mode == mode]
-    return replace(cost, device_bytes=max([cost.device_bytes, *later]))
-
-
 def measured_costs(
     took: Mapping[CaptureKey, GraphMemory],
     keys: Iterable[CaptureKey],
@@ -86,44 +79,91 @@ def measured_costs(
     return costs
 
 
-def measured_plan(
-    plan: Plan,
-    took: Mapping[CaptureKey, GraphMemory],
-    held: Collection[CaptureKey],
-    left_out: Collection[CaptureKey],
-    lost_bytes: int = 0,
-) -> Plan:
-    """The plan with costs, by what graphs `took`: those that are `held`, and others that are
-    predicted to fit. `left_out` are not tried again; `lost_bytes` belong to no graph."""
-    budget = plan.arguments["budget"]
-    assert budget is not None and budget.device_bytes is not None
-    limit = budget.device_bytes
-    bytes_of = measured_costs(took, plan.keys, [key for key in took if key not in held])
-    costs = {
-        key: replace(
-            budget.cost_of(*key), device_bytes=each.device_bytes, pool_bytes=each.pool_bytes
-        )
-        for key, each in bytes_of.items()
-    }
-    # The last one that fits may take more than the average.
-    peaks = {key: peak_cost(took, key[0].name, costs[key]) for key in plan.keys}
-    kept, used = {*held}, total_of(costs[key] for key in held)
-    used += GraphCost(graphs=0, device_bytes=lost_bytes)
-    for key in plan.capture_order():
-        if key not in kept and key not in left_out and budget.lacks(used, peaks[key]) is None:
-            kept.add(key)
-            used += costs[key]
-    whole, plan = plan, copy.copy(plan)
-    named: Any = {**(budget.cost or {})}
-    named |= {graph_name(key): cost for key, cost in costs.items()}
-    plan.arguments = {**whole.arguments, "budget": replace(budget, cost=named)}
-    plan.keys = tuple(key for key in whole.keys if key in kept)
-    plan.captured = tuple(PlannedCapture(*key, costs[key]) for key in plan.keys)
-    left = [
-        LeftOut(*key, costs[key], lacking("device_bytes", used, peaks[key], limit))
-        for key in whole.keys
-        if key not in kept
-    ]
-    plan.left_out = (*whole.left_out, *left)
-    plan.sizes = captured_sizes(whole._possible, plan.keys, whole.arguments["sizes"])
-    return plan
+class MeasuredBudget:
+    """The bytes that the graphs of a runner may take together, without costs by hand: what they
+    took, what of it is lost, and what fits beside them. `held` are the graphs that are there."""
+
+    def __init__(self, plan: Plan) -> None:
+        """Of a plan that is measured."""
+        self._plan, self._budget = plan, plan.arguments["budget"] or Budget()
+        self.most_bytes = self._budget.device_bytes or 0
+        # In the order of captures, with those that are gone.
+        self.took: dict[CaptureKey, GraphMemory] = {}
+        self._lost_bytes = 0
+
+    def note(self, key: CaptureKey, pool_bytes: int | None, driver_bytes: int | None) -> None:
+        """Note what a graph took."""
+        # Captured again, it uses what it has brought into the pool.
+        before = (self.took[key].pool_bytes or 0) if key in self.took else 0
+        # Other processes may have given memory back meanwhile.
+        driver = max(0, driver_bytes or 0)
+        tokens, pool = key[1].num_tokens, before + (pool_bytes or 0)
+        self.took[key] = GraphMemory(key[0].name, tokens, pool, driver)
+
+    def lose(self, key: CaptureKey, freed: int) -> bool:
+        """Note that a graph is gone, and the bytes that came back; says whether that are some."""
+        came_back = min(self.took[key].driver_bytes or 0, freed)
+        self._lost_bytes += self.took[key].bytes - came_back
+        return came_back > 0
+
+    def clear(self) -> None:
+        """Forget all graphs, whose memory has come back."""
+        self.took.clear()
+        self._lost_bytes = 0
+
+    def is_over(self, held: Iterable[CaptureKey]) -> bool:
+        """Whether the graphs take more."""
+        return self._taken(held) > self.most_bytes
+
+    def has_room(self, key: CaptureKey, held: Sequence[CaptureKey]) -> bool:
+        """Whether a further graph is predicted to fit."""
+        if not held:
+            return True
+        peak = self._peak(key, measured_costs(self.took, [key], self._gone(held))[key])
+        pool = max(0, peak.pool_bytes - (self.took[held[0]].pool_bytes or 0))
+        return self._taken(held) + peak.device_bytes + pool <= self.most_bytes
+
+    def plan(self, held: Collection[CaptureKey], left_out: Collection[CaptureKey]) -> Plan:
+        """The plan with costs: the graphs that are held, and what is predicted to fit of the others
+        but for those `left_out`."""
+        whole, budget, costs = self._plan, self._budget, {}
+        if not self.took:
+            return whole
+        for key, told in measured_costs(self.took, whole.keys, self._gone(held)).items():
+            device, pool = told.device_bytes, told.pool_bytes
+            costs[key] = replace(budget.cost_of(*key), device_bytes=device, pool_bytes=pool)
+        used = total_of(costs[key] for key in held)
+        used += GraphCost(graphs=0, device_bytes=self._lost_bytes)
+        kept = {*held}
+        for key in whole.capture_order():
+            is_asked = key not in kept and key not in left_out
+            if is_asked and budget.lacks(used, self._peak(key, costs[key])) is None:
+                kept.add(key)
+                used += costs[key]
+        plan = copy.copy(whole)
+        named: Any = {graph_name(key): cost for key, cost in costs.items()}
+        budget = replace(budget, cost={**(budget.cost or {}), **named})
+        plan.arguments = {**whole.arguments, "budget": budget}
+        plan.captured = tuple(PlannedCapture(*key, costs[key]) for key in whole.keys if key in kept)
+        plan.keys = tuple(key for key in whole.keys if key in kept)
+        for key in whole.keys:
+            if key not in kept:
+                peak = self._peak(key, costs[key])
+                why = lacking("device_bytes", used, peak, self.most_bytes)
+                plan.left_out += (LeftOut(*key, costs[key], why),)
+        plan.sizes = captured_sizes(whole._possible, plan.keys, whole.arguments["sizes"])
+        return plan
+
+    def _taken(self, held: Iterable[CaptureKey]) -> int:
+        return sum(self.took[key].bytes for key in held) + self._lost_bytes
+
+    def _gone(self, held: Collection[CaptureKey]) -> list[CaptureKey]:
+        return [key for key in self.took if key not in held]
+
+    def _peak(self, key: CaptureKey, cost: GraphCost) -> GraphCost:
+        """The cost of a graph, if it begins a chunk of the driver's memory as others of its mode
+        have. By the average alone the last one that fits is often one too many."""
+        took = [*self.took.values()]
+        of_mode = [each for each in took if each.mode == key[0].name] or took
+        grown = [each.driver_bytes or 0 for each in of_mode[1:] or of_mode]
+        return replace(cost, device_bytes=max(cost.device_bytes, *grown))

@@ -157,11 +157,7 @@ def capture_sizes(
     goes. It has none where not one request fits under M.
     """
     lengths, scheduled = lengths_of(query_lens), isinstance(query_lens, Mapping)
-    if isinstance(query_lens, Mapping):
-        max_num_reqs = max_num_reqs or max(query_lens)
-        if max_num_tokens is None and sizes is None:
-            max_num_tokens = max(most * max(each) for most, each in query_lens.items())
-    max_num_reqs, max_num_tokens = _largest_batch(max_num_reqs, max_num_tokens, sizes)
+    max_num_reqs, max_num_tokens = _largest_batch(max_num_reqs, max_num_tokens, sizes, query_lens)
     longest = max(lengths)
     if longest > max_num_tokens:
         raise InvalidOptionError(
@@ -172,15 +168,15 @@ def capture_sizes(
         )
     reqs = _decode_reqs(query_lens, max_num_reqs, max_num_tokens)
     widest = max(spans[-1][1] * q for q, spans in reqs.items() if spans)
-    if scheduled:
-        cap = max(cap, widest)
-    top = min(cap if max_size is None else max_size, max_num_tokens)
+    top = max(cap, widest if scheduled else 0) if max_size is None else max_size
+    top = min(top, max_num_tokens)
     limit = top if max_size is not None else min(widest * 2, top)
     if mode is None or not GraphMode.parse(mode).has_piecewise:
         top = limit
     listed = None if sizes is None else _cut(tuple(sizes), max_num_tokens, max_size)
     _refuse_many(len(lengths) * (top // 16 if listed is None else len(listed)))
     ladders: dict[int, tuple[int, ...]] = {}
+    most = {q: spans[-1][1] if spans else 0 for q, spans in reqs.items()}
     if listed is not None:
         tokens = max_num_tokens if max_size is None else limit
         for q in lengths:
@@ -189,27 +185,23 @@ def capture_sizes(
             largest = min(full, tokens) // q * q
             rounded = {min(-(-size // q) * q, largest) for size in listed}
             ladders[q] = tuple(sorted((rounded | ({full} if full <= limit else set())) - {0}))
-        mixed = general = listed
-        if scheduled:
-            general = _up_to(top, [*listed, widest])
-    else:
-        mixed = _up_to(top, [*_steps(top), widest, max_num_tokens])
-        whole: list[int] = []
-        for q in lengths:
-            full = max_num_reqs * q
-            # A graph for any batch serves decode as well: there are steps of whole requests too.
-            steps = [full, *(n * q for n in _steps(min(max_num_reqs, limit // q)))]
-            whole += _scheduled(steps, q, reqs[q]) if scheduled else steps
-            ladders[q] = _up_to(min(full, limit), [full, *(-(-size // q) * q for size in mixed)])
-        general = _up_to(limit, [*mixed, *whole])
-    if scheduled:
-        ladders = {q: _up_to(limit, _scheduled(ladders[q], q, reqs[q])) for q in lengths}
-    if listed is None and traffic is not None:
+            if scheduled:
+                ladders[q] = _up_to(limit, _needed(rounded, q, reqs[q]))
+        general = _up_to(top, [*listed, widest]) if scheduled else listed
+        return CaptureSizes(max_num_reqs, max_num_tokens, limit, listed, general, ladders, most)
+    mixed = _up_to(top, [*_steps(top), widest, max_num_tokens])
+    whole: list[int] = []
+    for q in lengths:
+        # A graph for any batch serves decode as well: there are steps of whole requests too.
+        steps = (n * q for n in _steps(min(max_num_reqs, limit // q)))
+        whole += _needed(steps, q, reqs[q])
+        ladders[q] = _up_to(limit, _needed((-(-size // q) * q for size in mixed), q, reqs[q]))
+    general = _up_to(limit, [*mixed, *whole])
+    if traffic is not None:
         mixed, general = fitted_sizes(mixed, traffic), fitted_sizes(general, traffic)
         for q, ladder in ladders.items():
-            live = dict.fromkeys(_scheduled(traffic, q, reqs[q])) if scheduled else traffic
-            ladders[q] = fitted_sizes(ladder, {n: traffic.get(n, 0) for n in live}, q)
-    most = {q: spans[-1][1] if spans else 0 for q, spans in reqs.items()}
+            live = {size: traffic.get(size, 0) for size in _needed(traffic, q, reqs[q])}
+            ladders[q] = fitted_sizes(ladder, live, q)
     return CaptureSizes(max_num_reqs, max_num_tokens, limit, mixed, general, ladders, most)
 
 
@@ -238,19 +230,21 @@ def _decode_reqs(
     return reqs
 
 
-def _scheduled(sizes: Iterable[int], q: int, reqs: Sequence[tuple[int, int]]) -> set[int]:
-    """The sizes in tokens that batches of the schedule need, with the widest of each span."""
-    sizes = [*sizes]
-    return {
-        size for least, most in reqs for size in (*sizes, most * q) if least * q < size <= most * q
-    }
+def _needed(sizes: Iterable[int], q: int, reqs: Sequence[tuple[int, int]]) -> set[int]:
+    """The `sizes` in tokens that decode batches of these requests can have, and their widest."""
+    known = {*sizes, *(most * q for _, most in reqs)}
+    return {size for size in known for least, most in reqs if least * q < size <= most * q}
 
 
 def _largest_batch(
-    reqs: int | None, tokens: int | None, sizes: Sequence[int] | None
+    reqs: int | None, tokens: int | None, sizes: Sequence[int] | None, query_lens: QueryLens
 ) -> tuple[int, int]:
     """The requests and tokens of the largest batch, each as given or as it follows from the rest.
     Raises `InvalidOptionError` if nothing is given."""
+    if isinstance(query_lens, Mapping):
+        reqs = reqs or max(query_lens)
+        if tokens is None and sizes is None:
+            tokens = max(most * max(each) for most, each in query_lens.items())
     if tokens is None:
         tokens = reqs if sizes is None else max(sizes)
     if tokens is None:

@@ -352,16 +352,16 @@ class RunnerCapture:
         """Capture a graph. Under a budget that is measured it is left out where it is predicted not
         to fit, and taken back where it has not fitted; ranks vote on both."""
         graphs, ranks = self._graphs, self._setup.host.ranks
-        if not self._setup.plan.is_measured:
+        budget, key = graphs.budget, (graph.mode, graph.descriptor)
+        if budget is None:
             return self._capture_one(graph)
-        key = graph.mode, graph.descriptor
         agree = bool if ranks is None else partial(ranks.agree_on_attempt, graphs)
-        if agree(not graphs.has_room(key)):
+        if agree(not budget.has_room(key, graphs.held)):
             return graphs.leave_out([key])
         self._capture_one(graph)
         has_freed = True
-        while agree(has_freed and graphs.is_over_budget()):
-            has_freed = graphs.take_last_back()
+        while agree(has_freed and budget.is_over(graphs.held)):
+            has_freed = graphs.take_last_back(budget)
 
     @undoing
     def _capture_one(self, undo: Undo, graph: graph_table.PreparedStep) -> None:

@@ -22,7 +22,7 @@ from graphrt.core.capture.wrapper import GraphWrapper
 from graphrt.core.dispatch.dispatcher import GraphDispatcher
 from graphrt.core.dispatch.reasons import Dispatch
 from graphrt.core.inputs.layout import StepMoves
-from graphrt.core.plan.memory import GraphMemory, measured_costs, measured_plan, peak_cost
+from graphrt.core.plan.memory import MeasuredBudget
 from graphrt.core.plan.plan import Plan
 from graphrt.core.plan.sizes import CaptureKey, graph_name
 from graphrt.core.replay.entry import Entry
@@ -195,11 +195,9 @@ class GraphTable:
         # Of graphs that are gone too, until the next capture.
         self._records: list[GraphRecord] = []
         self.left_out: dict[int, DroppedGraph | None] = {}
-        # Of a budget that is measured: what each graph took, those that are gone too, and the bytes
-        # of these that did not come back.
-        self._took: dict[CaptureKey, GraphMemory] = {}
-        self._lost_bytes = 0
-        if setup.plan.is_measured and setup.pool.bytes() is None:
+        # Of bytes whose costs are measured.
+        self.budget = MeasuredBudget(setup.plan) if setup.plan.is_measured else None
+        if self.budget is not None and setup.pool.bytes() is None:
             raise errors.InvalidOptionError(
                 "Budget(device_bytes=) needs a platform that tells the bytes of a pool",
                 got=f"{setup.pool.platform.name!r}, and no costs",
@@ -239,59 +237,33 @@ class GraphTable:
 
     def plan(self) -> Plan:
         """The plan, with costs as far as they have been measured."""
-        plan = self.setup.plan
-        if not (plan.is_measured and self._took):
-            return plan
+        plan, budget = self.setup.plan, self.budget
         left_out = [key for key in plan.keys if self.dispatcher.reserve(*key) in self.left_out]
-        return measured_plan(plan, self._took, self._held(), left_out, self._lost_bytes)
+        return plan if budget is None else budget.plan(self.held, left_out)
 
-    def has_room(self, key: CaptureKey) -> bool:
-        """Whether a graph is predicted to fit into a budget that is measured."""
-        held, took = self._held(), self._took
-        if not held:
-            return True
-        cost = measured_costs(took, [key], [each for each in took if each not in held])[key]
-        peak, brought = peak_cost(took, key[0].name, cost), took[held[0]].pool_bytes or 0
-        pool = max(0, peak.pool_bytes - brought)
-        return self._taken() + peak.device_bytes + pool <= self._most_bytes()
+    @property
+    def held(self) -> list[CaptureKey]:
+        """The graphs that are captured, in the order of captures."""
+        return [(each.mode, each.descriptor) for each in self.records]
 
-    def is_over_budget(self) -> bool:
-        """Whether the graphs take more bytes than a budget that is measured."""
-        return self._taken() > self._most_bytes()
-
-    def _taken(self) -> int:
-        return sum(self._took[key].bytes for key in self._held()) + self._lost_bytes
-
-    def take_last_back(self) -> bool:
-        """Destroy the graph that was captured last, for a budget that is measured; says whether
-        that has freed memory. Raises `InvalidOptionError` with the last one of all."""
-        platform, key = self.setup.pool.platform, self._held()[-1]
-        took, before = self._took[key], platform.driver_bytes() or 0
+    def take_last_back(self, budget: MeasuredBudget) -> bool:
+        """Destroy the graph that was captured last, for a budget; says whether that has freed
+        memory. Raises `InvalidOptionError` with the last one of all."""
+        platform, key = self.setup.pool.platform, self.held[-1]
+        before, took = platform.driver_bytes() or 0, budget.took[key].bytes
         self.evict(key)
         self.leave_out([key])
-        freed = min(took.driver_bytes or 0, before - (platform.driver_bytes() or 0))
-        self._lost_bytes += took.bytes - freed
         logger.info("took %s back: the budget has no room for it", graph_name(key))
-        if not self._held():
+        has_freed = budget.lose(key, before - (platform.driver_bytes() or 0))
+        if not self.held:
             self.release()
             raise errors.InvalidOptionError(
                 "the budget holds not one graph of the largest size",
-                got=f"Budget(device_bytes={self._most_bytes()}), and {graph_name(key)} takes "
-                f"{took.bytes}",
+                got=f"Budget(device_bytes={budget.most_bytes}), and {graph_name(key)} takes {took}",
                 expected="room for the largest graph, whose memory the others use",
-                advice=f"Budget(device_bytes={2 * took.bytes}), or a smaller max_size",
+                advice=f"Budget(device_bytes={2 * took}), or a smaller max_size",
             )
-        return freed > 0
-
-    def _most_bytes(self) -> int:
-        """The bytes of a budget that is measured."""
-        budget = self.setup.plan.arguments["budget"]
-        assert budget is not None and budget.device_bytes is not None
-        return budget.device_bytes
-
-    def _held(self) -> list[CaptureKey]:
-        """The graphs that are captured, in the order of captures."""
-        return [(each.mode, each.descriptor) for each in self.records]
+        return has_freed
 
     def note_times(self, dispatch: Dispatch, eager_s: float, replay_s: float) -> None:
         """Note how long a step takes by this graph, and its forward eagerly."""
@@ -368,15 +340,9 @@ class GraphTable:
         self.steps += [None] * (graph.slot + 1 - len(self.steps))
         self.steps[graph.slot] = graph
         self._records.append(record)
-        if self.setup.plan.is_measured:
+        if self.budget is not None:
             key = graph.mode, graph.descriptor
-            # Captured again, it uses what it has brought into the pool.
-            before = self._took[key].pool_bytes or 0 if key in self._took else 0
-            pool = (record.pool_bytes or 0) + before
-            tokens = graph.descriptor.num_tokens
-            # Other processes may have given memory back meanwhile.
-            driver = max(0, record.driver_bytes or 0)
-            self._took[key] = GraphMemory(graph.mode.name, tokens, pool, driver)
+            self.budget.note(key, record.pool_bytes, record.driver_bytes)
         logger.info("captured %s in %.3f s", graph, record.capture_s)
         # Last: from this store on steps are dispatched to the graph.
         self.dispatcher.publish(graph.mode, graph.descriptor)
@@ -397,8 +363,8 @@ class GraphTable:
         self.dispatcher.withdraw_all()
         self.left_out.clear()
         self.warmed.clear()
-        self._took.clear()
-        self._lost_bytes = 0
+        if self.budget is not None:
+            self.budget.clear()
         self.sealing.open()
         for module in self.setup.compiled:
             module.unseal()
