@@ -131,6 +131,15 @@ def test_graphs_beyond_the_bytes_are_left_out_and_named(
     assert "took" not in caplog.text
 
 
+def test_lazy_graphs_from_the_smallest_on_are_counted_once() -> None:
+    runner = runner_of(Budget(device_bytes=100 * MIB), options=GraphOptions(lazy=True))
+    for rows in (1, 2, 32, 16, 128, 64):
+        runner(x=torch.ones(rows, WIDTH))
+    assert tokens(runner) == [1, 2, 32, 16, 128, 64]
+    held = runner.graphs.budget.plan(runner.graphs.held, runner.plan.keys)  # type: ignore[union-attr]
+    assert held.total.amount("device_bytes") == taken(runner)
+
+
 def test_after_a_release_all_is_measured_again() -> None:
     runner = runner_of(Budget(device_bytes=21 * MIB))
     for _ in range(2):
@@ -171,6 +180,13 @@ def test_the_bar_of_a_capture_counts_what_fits_and_warns_of_nothing(
     assert not [each for each in recwarn if each.category is GraphMemoryWarning]
     assert {each.bytes for each in watch.forecasts} == {21 * MIB}
     assert len(watch.forecasts) == 7
+
+
+def test_a_limit_of_graphs_holds_beside_the_bytes() -> None:
+    for most, graphs in ((3, 3), (7, 5)):
+        runner = runner_of(Budget(device_bytes=21 * MIB), options=GraphOptions(max_graphs=most))
+        runner.capture()
+        assert len(tokens(runner)) == graphs and taken(runner) <= 21 * MIB
 
 
 def test_strict_refuses_what_the_bytes_have_no_room_for() -> None:

@@ -56,6 +56,16 @@ def next_bytes(captured: Sequence[GraphMemory], mode: str, tokens: int) -> float
     return share + max(0.0, min(sum(taken[1:]) / len(taken[1:]), first), least)
 
 
+def _brought(
+    took: Mapping[CaptureKey, GraphMemory], gone: Collection[CaptureKey]
+) -> tuple[list[CaptureKey], int]:
+    """The graphs up to the largest, and the pool that they have brought, which others use again."""
+    held = [key for key in took if key not in gone] or [*took][:1]
+    largest = max(held, key=lambda key: took[key].tokens)
+    first = held[: held.index(largest) + 1]
+    return first, sum(took[key].pool_bytes or 0 for key in first)
+
+
 def measured_costs(
     took: Mapping[CaptureKey, GraphMemory],
     keys: Iterable[CaptureKey],
@@ -63,18 +73,17 @@ def measured_costs(
 ) -> dict[CaptureKey, GraphCost]:
     """The cost of each of `keys`: what it `took`, in the order of captures, else as predicted from
     that. Those `gone` found no room: further ones of their mode take as much at least."""
-    held = [each for key, each in took.items() if key not in gone] or [*took.values()][:1]
-    # It has brought the pool along, which the others use again.
-    first, costs = held[0], {}
-    brought = first.pool_bytes or 0
+    first, brought = _brought(took, gone)
+    held = [took[key] for key in took if key in first or key not in gone]
+    costs: dict[CaptureKey, GraphCost] = {}
     for key in keys:
         mode, tokens, own = key[0].name, key[1].num_tokens, took.get(key)
         if own is None:
             lost = [took[each].driver_bytes or 0 for each in gone if each[0] is key[0]]
             size = max([next_bytes(held, mode, tokens), *lost])
         else:
-            size = own.bytes - (brought if own is first else 0)
-        pool = round(brought * tokens / first.tokens)
+            size = own.bytes - ((own.pool_bytes or 0) if key in first else 0)
+        pool = round(brought * tokens / took[first[-1]].tokens)
         costs[key] = GraphCost(device_bytes=max(0, round(size)), pool_bytes=pool)
     return costs
 
@@ -119,8 +128,9 @@ class MeasuredBudget:
         """Whether a further graph is predicted to fit."""
         if not held:
             return True
-        peak = self._peak(key, measured_costs(self.took, [key], self._gone(held))[key])
-        pool = max(0, peak.pool_bytes - (self.took[held[0]].pool_bytes or 0))
+        gone = self._gone(held)
+        peak = self._peak(key, measured_costs(self.took, [key], gone)[key])
+        pool = max(0, peak.pool_bytes - _brought(self.took, gone)[1])
         return self._taken(held) + peak.device_bytes + pool <= self.most_bytes
 
     def plan(self, held: Collection[CaptureKey], left_out: Collection[CaptureKey]) -> Plan:

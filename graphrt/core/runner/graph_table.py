@@ -331,9 +331,9 @@ class GraphTable:
                 advice='wrap the pieces, or use pieces="breakable"',
             )
         pools = {owner.pool for owner, _ in graph.transaction.captured}
-        if self.limit is not None and pools != {self.setup.pool}:
+        if (self.limit or self.budget) is not None and pools != {self.setup.pool}:
             raise errors.CaptureError(
-                "with max_graphs or graph_bytes all graphs must be in the runner's own pool",
+                "under a limit, or a budget in bytes, all graphs must be in the runner's own pool",
                 got=f"{graph} in another one",
                 advice="give the wrappers of its pieces and the runner one pool=",
             )
