@@ -247,6 +247,20 @@ def test_graphs_share_the_largest_pool() -> None:
     assert len(plan.keys) == 2 and plan.left_out[0].why == "needs 1.0 MiB; free: 0.0 of 6.0 MiB"
 
 
+@pytest.mark.parametrize(("free_mib", "fits"), [(3, False), (4, True)])
+def test_a_graph_fits_only_beside_the_largest_chunk_that_its_mode_has_taken(
+    free_mib: int, fits: bool
+) -> None:
+    """By the average of 2 MiB the last graph would be captured, and be destroyed again."""
+    limit = Budget(device_bytes=(100 + 8 + free_mib) * MIB)
+    plan = Plan("FULL", sizes=[1, 2, 4, 8, 16], budget=limit, platform="cpu")
+    budget, order = MeasuredBudget(plan), plan.capture_order()
+    for key, chunk in zip(order, [4, 0, 4, 0], strict=False):
+        budget.note(key, 100 * MIB if key is order[0] else 0, chunk * MIB)
+    assert budget.has_room(order[4], order[:4]) is fits
+    assert (order[4] in budget.plan(order[:4], ()).keys) is fits
+
+
 def test_the_pool_of_a_list_without_its_largest_is_scaled_by_tokens() -> None:
     keys = Plan("FULL", sizes=[64, 128, 256], platform="cpu").keys
     pools = [202 * MIB, 0, 0]
