@@ -243,7 +243,8 @@ def main() -> int:
         for title, row in rows.items():
             kept = {key: row[key] for key in row if key not in ("each", "predictions")}
             print(f"{title}: {json.dumps(kept)}", flush=True)
-    finish("budget", args, environment(args.device), results)
+        # After each model: one that hangs loses its own figures alone.
+        finish("budget", args, environment(args.device), results)
     good = ("is_within", "is_never_above")
     failed = [title for title, row in results.items() if not all(row.get(k, True) for k in good)]
     print(f"failed: {', '.join(failed) or 'none'}")
