@@ -1,11 +1,8 @@
 """`CaptureBar` shows a capture in one line of a terminal, and forecasts its rest.
 
-1. Graphs are captured from the largest to the smallest, into one pool. The first takes what a step
-   needs at its peak, and the next ones use it again.
-2. After the second graph all are predicted (`predicted`): the memory of the captured ones; and for
-   each graph that is left a share of the pool by its tokens, and as much of the driver's memory as
-   graphs took on average, where the first counts at most 2 MiB. Each further graph corrects that.
-3. Each graph that is left takes as long as the last one of its mode, or as those after the first on
+1. After the second graph the memory of all is predicted (`graphrt/core/plan/memory.py`). Each
+   further graph corrects that.
+2. Each graph that is left takes as long as the last one of its mode, or as those after the first on
    average, whichever is shorter: smaller graphs do not take longer.
 
 Limits: the first graph of another mode is predicted like the ones after it. What other processes
@@ -22,33 +19,12 @@ from typing import TextIO
 
 from graphrt.core.base.texts import counted, seconds_text, size_text
 from graphrt.core.batch.descriptor import BatchDescriptor
+from graphrt.core.plan.memory import GraphMemory, next_bytes
 from graphrt.core.plan.sizes import CaptureKey
 from graphrt.core.runner.graph_table import GraphTable
 
 _WIDTH, _MOST = 12, 79
 """Characters of a bar and of a line. A terminal breaks a longer one, and then cannot rewrite it."""
-
-_SEGMENT_BYTES = 20 << 20
-"""The least that an allocator takes from the device. A pool that grew by less may have room for the
-graphs that follow, so these need not take as much."""
-
-_CHUNK_BYTES = 2 << 20
-"""The least that CUDA's driver takes for graphs."""
-
-
-@dataclass(frozen=True)
-class GraphMemory:
-    """Memory of one graph: bytes by which the pool and the driver grew, None if unknown."""
-
-    mode: str
-    tokens: int
-    pool_bytes: int | None = None
-    driver_bytes: int | None = None
-
-    @property
-    def bytes(self) -> int:
-        """Both together."""
-        return (self.pool_bytes or 0) + (self.driver_bytes or 0)
 
 
 @dataclass(frozen=True)
@@ -75,29 +51,10 @@ def predicted(captured: Sequence[GraphMemory], left: Iterable[tuple[str, int]]) 
     unknown."""
     if len(captured) < 2 or any(graph.pool_bytes is None for graph in captured):
         return None
-    by_mode: dict[str, list[GraphMemory]] = {}
-    for graph in captured:
-        by_mode.setdefault(graph.mode, []).append(graph)
     left = [*left]
-    first = max(0, captured[0].driver_bytes or 0)
-    rest = 0.0
-    for mode, tokens in left:
-        graphs = by_mode.get(mode, [])
-        graphs = graphs if len(graphs) > 1 else [*captured]
-        grown = sum(graph.pool_bytes or 0 for graph in graphs[1:])
-        rest += max(0, grown - _SEGMENT_BYTES) * tokens / sum(graph.tokens for graph in graphs[1:])
-        rest += _driver_bytes(graphs, first)
+    rest = sum(next_bytes(captured, mode, tokens) for mode, tokens in left)
     taken = sum(graph.bytes for graph in captured)
     return Forecast(round(taken + rest), taken, len(captured), len(captured) + len(left))
-
-
-def _driver_bytes(graphs: Sequence[GraphMemory], first: int) -> float:
-    """Predict the driver's bytes for the graph after `graphs`. `first` is the bytes of the first
-    graph of all, which include the kernels loaded with it."""
-    taken = [graph.driver_bytes or 0 for graph in graphs]
-    later = min(sum(taken[1:]) / len(taken[1:]), first)
-    # A graph that took nothing fitted into a chunk of an earlier one.
-    return max(0.0, later, min(sum(taken) / len(taken), _CHUNK_BYTES))
 
 
 def seconds_left(captured: Sequence[tuple[str, float]], left: Iterable[str]) -> float | None:
@@ -159,7 +116,7 @@ class CaptureBar:
     def _left(self) -> list[CaptureKey]:
         done = {(each.mode, each.descriptor) for each in self._graphs.records}
         done |= {(each.mode, each.descriptor) for each in self._graphs.dropped}
-        return [key for key in self._graphs.setup.plan.keys if key not in done]
+        return [key for key in self._graphs.plan().keys if key not in done]
 
     def _forecast(self) -> Forecast | None:
         captured = [

@@ -143,8 +143,9 @@ def _step_of(executor: StepExecutor, dispatch: Dispatch) -> Step:
     if setup.host.example is not None:
         example = setup.host.example(batch, torch.Generator("cpu").manual_seed(_SEED))
         updates = executor.updates_of(example.updates)
-        values = dict(executor.inputs.declared.check(example.values, None, None))
-        return Step(batch, dispatch, tree.cloned(values), updates, example.metadata)
+        inputs = executor.inputs
+        values = inputs.declared.check(inputs.completed(batch, example.values)[1], None, None)
+        return Step(batch, dispatch, tree.cloned({**values}), updates, example.metadata)
     reqs = batch.num_reqs or 1
     executor.pool._expire_outputs()
     executor.inputs.reset(prepared.layout)

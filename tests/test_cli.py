@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from graphrt import GraphMode, Plan
+from graphrt import Budget, GraphMode, Plan
 from graphrt.cli.app import app, main
 from graphrt.cli.variables import OTHERS, VARIABLES
 from graphrt.core.base.errors import InvalidModeError, InvalidOptionError
@@ -23,6 +23,7 @@ from graphrt.cpu import CpuPlatform
 from graphrt.demo.settings import read_settings, runner_settings
 from graphrt.observe import report_text
 from graphrt.trust.host_watch import watch_state
+from tests.core.test_measured_budget import runner_of
 from tests.demo.tiny_checkpoints import LLAMA, write
 from tests.observe.planted import planted_runner, run_planted
 
@@ -189,6 +190,39 @@ def test_plan_honours_byte_and_second_budgets_and_traffic():
     assert [graph["num_tokens"] for graph in plan["graphs"]] == [32, 20, 8, 3]
     assert plan["total"]["capture_s"] == 2.0
     assert "100.0 of 100.0 MiB" in run("plan", *arguments)
+
+
+def test_plan_fits_graphs_into_bytes_by_a_saved_report(tmp_path: Path):
+    """On a machine without the device: of 16 MiB of pool at 128 tokens, and a MiB for each graph.
+    Two of the sizes are not in the report."""
+    runner, path = runner_of(Budget(device_bytes=1 << 40)), tmp_path / "run.json"
+    runner.capture()
+    runner.report().save(path)
+    arguments = ["--mode", "FULL", "--sizes", "1,3,8,32,48,64", "--platform", "cpu"]
+    arguments += ["--report", str(path)]
+    assert "6 of 6 sizes, 14.0 MiB" in run("plan", *arguments)
+    text = run("plan", *arguments, "--device-bytes", "12MiB", "--save", str(tmp_path / "plan"))
+    assert "4 of 6 sizes, 12.0 of 12.0 MiB, 8.0 MiB of it are the pool" in text
+    assert "needs 1.0 MiB; free: 0.0 of 12.0 MiB" in text
+    plan = Plan.load(tmp_path / "plan", platform=runner.platform)
+    assert len(plan.keys) == 4 and not plan.is_measured
+
+
+def test_plan_says_that_bytes_without_costs_are_measured():
+    text = run("plan", "--sizes", "1,2", "--device-bytes", "2GiB", "--platform", "cpu")
+    assert "at most 2048.0 MiB: a runner captures two graphs of each mode" in text
+
+
+def test_a_report_without_graphs_has_no_costs(tmp_path: Path):
+    runner_of(Budget(device_bytes=1 << 40)).report().save(tmp_path / "run.json")
+    with pytest.raises(InvalidOptionError, match="does not tell what graphs took"):
+        run("plan", "--sizes", "1,2", "--report", str(tmp_path / "run.json"), "--platform", "cpu")
+
+
+def test_plan_takes_a_schedule_of_query_lengths():
+    text = run("plan", "-c", "query_lens={8: [7], 64: [4]}", "-c", "mode=FULL_DECODE_ONLY")
+    assert "decode, query length 7    8: 7 14 21 28 35 42 49 56" in text
+    assert "Sizes, at most 256 tokens" in text
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from graphrt import Batch, GraphMode, Reason
+from graphrt import Batch, GraphMode, GraphRunner, Reason
 from tests.test_readme import blocks
 
 
 def names_of(page: str) -> dict[str, Any]:
-    (block,) = blocks(page)
+    block, *_ = blocks(page)
     names: dict[str, Any] = {}
     exec(compile(block.code, page, "exec"), names)
     names["keys"][1:].normal_()
@@ -88,6 +88,29 @@ def test_a_step_without_proposals_takes_the_graph_of_one_token_a_request(mixed: 
 def test_a_query_above_the_bound_runs_eagerly_with_right_tokens(mixed: MixedLengths):
     mixed.step([5, 1], [2, 9])
     assert mixed.runner.last_dispatch.reason is Reason.NO_GRAPH
+
+
+def test_steps_of_several_depths_beside_a_schedule_take_the_graph_of_their_bound(
+    mixed: MixedLengths,
+):
+    """Up to two requests verify four tokens, up to four two; some propose fewer."""
+    page = mixed
+    page.runner = GraphRunner(
+        page.names["decode"],
+        mode="FULL",
+        query_lens={2: [4], 4: [2]},
+        bounds=[(2,), (4,)],
+        inputs=page.runner.inputs.declared.specs,
+        outputs=("tokens", page.names["HEADS"], page.names["DIM"]),
+        platform="cpu",
+    )
+    page.runner.capture()
+    assert page.runner.plan.sizes.general == (1, 2, 4, 8)
+    for lengths in ([4, 4], [4, 1], [3], [2, 2, 2, 2], [2, 1, 2, 2], [1, 1, 1]):
+        page.step(lengths, [3, 0, 7, 20][: len(lengths)])
+        dispatch = page.runner.last_dispatch
+        assert (dispatch.reason, dispatch.mode) == (Reason.HIT, GraphMode.FULL)
+        assert dispatch.descriptor.bounds == ((2,) if max(lengths) <= 2 else (4,))
 
 
 @pytest.mark.filterwarnings("error::graphrt.errors.GraphQuarantinedWarning")

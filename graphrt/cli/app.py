@@ -208,6 +208,13 @@ Limits = Annotated[
     list[str] | None,
     typer.Option(help="A limit, such as streams=1000, bytes=2GiB, seconds=60, graphs=500."),
 ]
+DeviceBytes = Annotated[
+    str | None,
+    typer.Option(help="All graphs together, such as 2GiB: the same as --budget bytes=2GiB."),
+]
+ReportOfCosts = Annotated[
+    Path | None, typer.Option("--report", help="A saved report: what graphs take.")
+]
 Costs = Annotated[
     list[str] | None,
     typer.Option(help="What one size takes, such as bytes=20MiB or seconds=0.5."),
@@ -236,6 +243,8 @@ def plan(
     npu: Npu = None,
     budget: Limits = None,
     cost: Costs = None,
+    device_bytes: DeviceBytes = None,
+    report: ReportOfCosts = None,
     traffic: Traffic = None,
     min_piecewise: MinPiecewise = 2,
     save: Annotated[Path | None, typer.Option(help="Write the plan to this file.")] = None,
@@ -262,7 +271,10 @@ def plan(
         arguments["max_num_tokens"] = max_num_tokens
     if arguments.get("sizes") is None:
         # The largest given size is the largest batch: the default would add a graph of 256.
-        arguments = {"max_num_reqs": 256, "max_num_tokens": 2048, **arguments}
+        # A schedule of query lengths says the requests itself.
+        if not isinstance(arguments["query_lens"], dict):
+            arguments = {"max_num_reqs": 256, **arguments}
+        arguments = {"max_num_tokens": 2048, **arguments}
     request = PlanRequest(
         arguments,
         attention=tuple(attention or ["ALWAYS"]),
@@ -272,7 +284,8 @@ def plan(
         budget=BudgetRequest(
             layers=layers,
             npu=tuple(npu or ()),
-            limits=tuple(budget or ()),
+            limits=(*(budget or ()), *([f"bytes={device_bytes}"] if device_bytes else ())),
+            report=report,
             costs=tuple(cost or ()),
             traffic=tuple(traffic or ()),
             min_piecewise=min_piecewise,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphrt.cli.attention import fact
@@ -12,10 +14,14 @@ from graphrt.core.base.errors import InvalidOptionError
 from graphrt.core.base.option_values import shown
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.plan.budget import Budget, GraphCost
+from graphrt.core.plan.memory import GraphMemory, measured_costs
 from graphrt.core.plan.plan import Plan
+from graphrt.core.plan.sizes import CaptureKey, graph_name
+from graphrt.observe.files import runs_of
 
 if TYPE_CHECKING:
     from graphrt.ascend.budget.planned import PlannedStreams
+    from graphrt.core.runner.report import RunnerReport
 
 ASCEND = "ascend"
 _FIELDS = {
@@ -34,7 +40,8 @@ class BudgetRequest:
 
     `npu` are settings such as "device=A3" or "domains=tp,ep", of an NPU alone. `limits` and `costs`
     are "streams=1800", "graphs=500", "bytes=2GiB" or "seconds=60"; costs are those of one size.
-    `traffic` is "64=0.5": a batch size in tokens and its share of the steps.
+    `traffic` is "64=0.5": a batch size in tokens and its share of the steps. `report` is a saved
+    report, with what graphs took.
     """
 
     layers: int | None = None
@@ -43,6 +50,7 @@ class BudgetRequest:
     costs: tuple[str, ...] = ()
     traffic: tuple[str, ...] = ()
     min_piecewise: int = 2
+    report: Path | None = None
 
 
 def budget_of(
@@ -61,11 +69,37 @@ def budget_of(
         limits.setdefault("streams", streams.usable)
         if limits["streams"] != streams.usable:
             notes = (*notes, f"  {limits['streams']:6} by --budget")
-    cost = _costs(request, streams)
-    if not (limits or request.costs or request.layers):
+    cost: Any = _costs(request, streams)
+    if not (limits or request.costs or request.layers or request.report):
         return None, traffic, streams
+    if request.report is not None:
+        for key, told in costs_of_report(request.report, plan.keys).items():
+            device, pool, of_mode = told.device_bytes, told.pool_bytes, cost[key[0]]
+            cost[graph_name(key)] = replace(of_mode, device_bytes=device, pool_bytes=pool)
     budget = Budget(**limits, cost=cost, min_piecewise=request.min_piecewise, notes=notes)
     return budget, traffic, streams
+
+
+def costs_of_report(
+    report: RunnerReport | Mapping[str, Any] | str | os.PathLike[str], keys: Iterable[CaptureKey]
+) -> dict[CaptureKey, GraphCost]:
+    """The bytes of each of these graphs, as a report has them, or predicted from it. Raises
+    `InvalidOptionError`."""
+    graphs = sorted(runs_of(report)[0].figures["graphs"], key=lambda graph: graph["began_s"])
+    planned: dict[str, Any] = {graph_name(key): key for key in keys}
+    took: dict[Any, GraphMemory] = {}
+    for each in graphs:
+        mode, bytes_of = each["mode"], (each["pool_bytes"], each["driver_bytes"])
+        key = planned.get(each["graph"], (GraphMode.parse(mode), each["graph"]))
+        took[key] = GraphMemory(mode, each["tokens"], *bytes_of)
+    if not took or any(each.pool_bytes is None for each in took.values()):
+        raise InvalidOptionError(
+            "the report does not tell what graphs took",
+            got=f"{len(took)} graphs, bytes of the pool unknown" if took else "no graphs",
+            expected="a report of a capture on a device that counts bytes",
+            advice="runner.capture(); runner.report().save('run.json')",
+        )
+    return measured_costs(took, planned.values())
 
 
 def _streams(request: BudgetRequest, plan: Plan) -> PlannedStreams | None:

@@ -11,13 +11,14 @@ import os
 from collections.abc import Mapping
 from typing import Any, TextIO
 
-from graphrt._forecast import CaptureBar, Forecast, GraphMemory, predicted
+from graphrt._forecast import CaptureBar, Forecast, predicted
 from graphrt._runner import GraphRunner
 from graphrt.core.base.errors import GraphMemoryWarning, InvalidOptionError, warn_caller
 from graphrt.core.base.option_values import check_kind, count_of
 from graphrt.core.base.texts import counted, seconds_text, size_text
 from graphrt.core.batch.descriptor import BatchDescriptor
-from graphrt.core.plan.sizes import CaptureKey
+from graphrt.core.plan.memory import GraphMemory
+from graphrt.core.plan.sizes import graph_name
 from graphrt.core.runner.report import RunnerReport
 from graphrt.observe.files import runs_of
 
@@ -65,11 +66,11 @@ class MemoryWatch(CaptureBar):
         self._limit = limit_bytes
         # What each graph of the report took, by its name.
         self._before = {} if report is None else _took(report)
-        if report is not None and not self._before.keys() & {*map(_name, runner.plan.keys)}:
+        if report is not None and not self._before.keys() & {*map(graph_name, runner.plan.keys)}:
             raise InvalidOptionError(
                 "the report has none of the graphs that are to be captured",
                 got=", ".join([*self._before][:3]) or "no graphs",
-                expected=", ".join([*map(_name, runner.plan.keys)][:3]),
+                expected=", ".join([*map(graph_name, runner.plan.keys)][:3]),
                 advice="a report of a runner with this plan",
             )
         # Whether this capture has had its warning.
@@ -91,7 +92,7 @@ class MemoryWatch(CaptureBar):
             self._warn_if_short(forecast)
 
     def _rest(self, forecast: Forecast | None) -> str:
-        rest, left = super()._rest(forecast), [*map(_name, self._left())]
+        rest, left = super()._rest(forecast), [*map(graph_name, self._left())]
         known = [self._before[name] for name in left if name in self._before]
         if rest or not known:
             return rest
@@ -116,11 +117,6 @@ class MemoryWatch(CaptureBar):
                 "Capture fewer or smaller sizes, or leave more memory free",
                 GraphMemoryWarning,
             )
-
-
-def _name(key: CaptureKey) -> str:
-    mode, descriptor = key
-    return f"{mode.name} [{descriptor}]"
 
 
 def _took(

@@ -194,7 +194,8 @@ class RunnerChecks(Checks):
                     advice="return Example(values={...})",
                 )
             updates = executor.updates_of(example.updates)
-            step = Step(batch, dispatch, example.values, updates, example.metadata)
+            values = executor.inputs.completed(batch, example.values)[1]
+            step = Step(batch, dispatch, values, updates, example.metadata)
             runs = StepRuns(executor, step, self.padding, served=False)
             verdict = self._try(runs, undone=True)
             if verdict.failure is not None:

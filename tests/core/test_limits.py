@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from graphrt import (
     BatchDescriptor,
+    Budget,
     GraphMode,
     GraphOptions,
     GraphPool,
@@ -594,7 +595,10 @@ def test_bytes_below_the_largest_graph_are_an_error_at_the_first_step_of_a_small
     assert torch.equal(runner(x=x), forward(x))
 
 
-def test_pieces_in_another_pool_than_their_runners_are_refused_under_a_limit():
+@pytest.mark.parametrize(
+    "limit", [{"options": GraphOptions(max_graphs=2)}, {"budget": Budget(device_bytes=1 << 30)}]
+)
+def test_pieces_in_another_pool_than_their_runners_are_refused_under_a_limit(limit: Any):
     piece = GraphWrapper(Forward("cpu"), PIECEWISE, pool=GraphPool("cpu"))
     runner = GraphRunner(
         piece,
@@ -603,7 +607,7 @@ def test_pieces_in_another_pool_than_their_runners_are_refused_under_a_limit():
         sizes=[4],
         platform="cpu",
         inputs={"x": InputSpec(torch.float32, ("tokens", WIDTH))},
-        options=GraphOptions(max_graphs=2),
+        **limit,
     )
     with pytest.raises(CaptureError, match="in the runner's own pool"):
         runner.capture()

@@ -231,7 +231,8 @@ VARIANTS = st.recursive(
     mode=st.none() | st.sampled_from([mode.name for mode in GraphMode]),
     sizes=st.none() | st.sets(st.integers(1, 99), min_size=1, max_size=5).map(sorted),
     reqs=st.integers(1, 40),
-    query_lens=st.sets(st.integers(1, 4), min_size=1).map(sorted),
+    query_lens=st.sets(st.integers(1, 4), min_size=1).map(sorted)
+    | st.sampled_from([{40: [3]}, {8: [4, 2], 64: [1]}]),
     attention=st.sampled_from(AttentionSupport)
     | st.dictionaries(st.text(min_size=1, max_size=3), st.sampled_from(AttentionSupport)),
     pieces=st.sampled_from(["auto", None, "fx", "breakable"]),

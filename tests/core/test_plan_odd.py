@@ -60,7 +60,10 @@ WRONG: dict[str, list[Any]] = {
     "max_size": [0, 1.5, "4", True, [4], -1],
     "max_num_tokens": [0, 1.5, "8", True, -1, ODD],
     "max_num_reqs": [0, 1.5, "8", True, -1, ODD],
-    "query_lens": [1, "12", (1.0,), (True,), None, ODD, (0,), (), (9,)],
+    "query_lens": [
+        *(1, "12", (1.0,), (True,), None, ODD, (0,), (), (9,)),
+        *({}, {8: 7}, {8: []}, {0: [1]}, {"8": [1]}, {1.5: [1]}, {8: [0], 2: 3}),
+    ],
     "loras": [5, "1", ("1",), (-1,), (1.5,), (True,), None, ODD, ()],
     "bounds": [5, (5,), "ab", ("ab",), ((1.5,),), ((-1,),), None, (("x",),), ()],
     "variants": ["abc", 5, ([1],), None, ({},), ()],
@@ -382,8 +385,12 @@ def test_a_limit_without_costs_of_every_captured_mode_is_refused(name: str) -> N
     zero = {GraphMode.FULL: GraphCost(), GraphMode.PIECEWISE: GraphCost(**{name: 1})}
     assert len(plan("FULL", sizes=[1, 2], budget=Budget(**{name: 8}, cost=zero)).keys) == 2
     others = {GraphMode.FULL: GraphCost(graphs=2)}
+    measured = Budget(**{name: 8}, cost=others)
+    if name == "device_bytes":  # which a runner measures
+        assert plan("FULL", sizes=[1, 2], budget=measured).is_measured
+        return
     with pytest.raises(InvalidOptionError, match="FULL graph"):
-        plan("FULL", sizes=[1, 2], budget=Budget(**{name: 8}, cost=others))
+        plan("FULL", sizes=[1, 2], budget=measured)
 
 
 def test_a_query_length_above_max_num_tokens_is_refused() -> None:

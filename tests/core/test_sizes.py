@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from graphrt import Plan
+from graphrt import Batch, GraphDispatcher, Plan, Reason
 from graphrt.core.base.errors import InvalidModeError, InvalidOptionError
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
@@ -228,6 +228,89 @@ def test_eager_range_gives_the_decode_batches_above_the_limit() -> None:
     assert eager_range(large, descriptors_for("FULL_DECODE_ONLY", large), 1) == (513, 1024)
     first, last = eager_range(small, descriptors_for("FULL_DECODE_ONLY", small), 1)
     assert first > last
+
+
+SCHEDULE = {8: [7], 32: [5], 64: [4]}
+
+
+def scheduled(schedule: Any = SCHEDULE, **arguments: Any) -> Plan:
+    return Plan("FULL_DECODE_ONLY", platform="cpu", query_lens=schedule, **arguments)
+
+
+@pytest.mark.parametrize("own", [None, [1, 2, 4, 8, 64, 512]])
+def test_a_schedule_of_depths_has_only_graphs_that_its_batches_need(own: list[int] | None) -> None:
+    """Without it, `query_lens=(7, 5, 4)`, 71 of 115 graphs served no batch."""
+    plan = scheduled(max_num_tokens=512, max_num_reqs=64, sizes=own)
+    used = {7: range(1, 9), 5: range(9, 33), 4: range(33, 65)}
+    assert all(key.num_reqs in used[key.query_len] for _, key in plan.keys)
+    widest = {q: ladder[-1] for q, ladder in plan.sizes.decode.items()}
+    assert widest == {7: 56, 5: 160, 4: 256}
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> dict[int, list[int]]:
+    lengths = st.lists(st.integers(1, 9), min_size=1, max_size=2)
+    return draw(st.dictionaries(st.integers(1, 300), lengths, min_size=1, max_size=4))
+
+
+@given(
+    schedules(),
+    st.none() | st.integers(9, 2000),
+    OWN,
+    st.sampled_from(["FULL", "FULL_DECODE_ONLY"]),
+    st.none() | st.dictionaries(st.integers(1, 900), st.floats(0.1, 1), min_size=1),
+)
+def test_every_batch_of_a_schedule_has_a_graph_and_every_decode_graph_a_batch(
+    schedule: dict[int, list[int]],
+    tokens: int | None,
+    own: list[int] | None,
+    mode: str,
+    traffic: dict[int, float] | None,
+) -> None:
+    assume(tokens is not None or own is None)
+    arguments: Any = {"max_num_tokens": tokens, "sizes": own, "traffic": traffic}
+    assume(own is None or tokens is None or own[0] <= tokens)
+    plan = Plan(mode, platform="cpu", query_lens=schedule, **arguments)  # type: ignore[arg-type]
+    dispatcher = GraphDispatcher(mode)
+    for key in plan.keys:
+        dispatcher.publish(*key)
+    serving, low = set(), 0
+    for most in sorted(schedule):
+        for reqs in range(low + 1, most + 1):
+            for q in schedule[most]:
+                if reqs * q <= plan.sizes.max_num_tokens:
+                    found = dispatcher.dispatch(Batch(reqs * q, reqs, q))
+                    assert found.reason is Reason.HIT
+                    serving.add((found.mode, found.descriptor))
+        low = most
+    if mode == "FULL_DECODE_ONLY":
+        assert serving == {*plan.keys}
+
+
+def test_the_widest_decode_of_a_schedule_has_a_graph_above_the_default_limit() -> None:
+    plan = scheduled({256: [5]})
+    assert plan.sizes.decode[5][-1] == 1280
+    assert "will run eagerly" not in str(plan)
+    assert "will run eagerly" in str(scheduled({256: [5]}, max_size=512))
+
+
+def test_a_schedule_says_how_many_requests_and_tokens_there_are() -> None:
+    assert scheduled().sizes.max_num_reqs == 64
+    assert scheduled().sizes.max_num_tokens == 256
+    smaller = scheduled(max_num_reqs=20).sizes
+    assert smaller.decode[5][-1] == 100 and smaller.decode[4] == ()
+
+
+def test_a_schedule_that_ends_before_the_largest_batch_is_refused() -> None:
+    with pytest.raises(InvalidOptionError, match="ends before the largest batch") as caught:
+        scheduled(max_num_reqs=65)
+    assert caught.value.advice == "query_lens={..., 65: [4]}"
+
+
+def test_one_length_in_two_spans_of_a_schedule_has_no_graph_between_them() -> None:
+    ladder = scheduled({8: [4], 32: [5], 64: [4]}).sizes.decode[4]
+    assert not [size for size in ladder if 8 * 4 < size <= 32 * 4]
+    assert {32, 256} <= {*ladder}
 
 
 def test_each_of_several_query_lengths_gets_its_own_decode_sizes() -> None:

@@ -143,6 +143,15 @@ def test_a_limit_that_is_too_small_on_one_rank_is_an_error_on_all() -> None:
         assert "graph_bytes is too small for a single graph" in seen["text"]
 
 
+def test_bytes_that_one_rank_lacks_leave_the_same_graphs_out_on_all() -> None:
+    """The driver of rank 1 takes 2 MiB for each of the four graphs, that of rank 0 none."""
+    case = {"sizes": SIZES, "steps": 40, "device_bytes": 8 << 20}
+    by_rank = launch({**case, "of_rank": {"1": {"drives": True}}}, 2)
+    assert_same(by_rank)
+    assert by_rank[0]["reasons"]["HIT"] > 30
+    assert by_rank[0]["log"][-1] == by_rank[1]["log"][-1] == [8, 4, 1]
+
+
 def test_capture_next_captures_the_same_graphs_on_all_ranks() -> None:
     case = {"sizes": SIZES, "steps": 20, "next": True}
     by_rank = launch(case, 2)

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from graphrt import (
     Batch,
     BatchDescriptor,
+    Budget,
     GraphMode,
     GraphOptions,
     GraphPool,
@@ -55,6 +56,19 @@ class Greedy(CpuPlatform):
 
     def memory_bytes(self, memory: Any) -> int:
         return 2 * super().memory_bytes(memory)
+
+
+class Driven(CpuPlatform):
+    """The CPU, whose driver takes a MiB for each graph."""
+
+    made = 0
+
+    def new_graph(self) -> Any:
+        self.made += 1
+        return super().new_graph()
+
+    def driver_bytes(self) -> int:
+        return self.made << 20
 
 
 class Forgetful(CpuPlatform):
@@ -143,7 +157,7 @@ def batches(random_batches: random.Random, case: dict[str, Any]) -> Batch | None
 def platform_of(case: dict[str, Any], mine: dict[str, Any]) -> CpuPlatform:
     if case.get("tried"):
         return Tried()
-    kinds = {"greedy": Greedy, "forgets": Forgetful}
+    kinds = {"greedy": Greedy, "drives": Driven, "forgets": Forgetful}
     return next((kinds[each]() for each in kinds if mine.get(each)), CpuPlatform())
 
 
@@ -162,6 +176,8 @@ def main(
     plan = dict(case.get("plan", {}))
     mine = case.get("of_rank", {}).get(str(dist.get_rank()), {})
     plan.update(mine.get("plan", {}))
+    if "device_bytes" in case:
+        plan["budget"] = Budget(device_bytes=case["device_bytes"])
     if mine.get("dies"):
         os.kill(os.getpid(), signal.SIGKILL)
     with (
@@ -194,6 +210,7 @@ def main(
             raise
         if case.get("tried"):
             log += [[each.descriptor.num_tokens, each.attempts] for each in runner.report().graphs]
+        log += [[key.num_tokens for _, key in runner.plan.keys]] if "device_bytes" in case else []
         if "limit" in case:
             figures = runner.report().limit
             log.append([figures.graphs, figures.captures, figures.evictions])

@@ -22,7 +22,7 @@ from graphrt.core.base.log import logger
 from graphrt.core.base.texts import counted, size_text
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.device.contract import DeviceGraph
-from graphrt.core.plan.sizes import CaptureKey, largest_of
+from graphrt.core.plan.sizes import CaptureKey, graph_name, largest_of
 from graphrt.core.replay.pool import GraphPool
 
 T = TypeVar("T")
@@ -180,7 +180,7 @@ class GraphLimit:
                 if wanted:
                     raise ResourceExhaustedError(
                         "the limit of graphs is reached, and no other graph may make room",
-                        got=_name(key),
+                        got=graph_name(key),
                         expected=f"a graph that fits beside the largest of each mode: {report}",
                         advice="raise max_graphs or graph_bytes",
                     )
@@ -195,7 +195,7 @@ class GraphLimit:
         if all(mode is not key[0] for mode, _ in self._graphs):
             error = InvalidOptionError(
                 "graph_bytes is too small for a single graph",
-                got=f"graph_bytes={self.graph_bytes}, and {_name(key)} takes {took}",
+                got=f"graph_bytes={self.graph_bytes}, and {graph_name(key)} takes {took}",
                 expected="room for the largest graph of each mode",
                 advice=f"graph_bytes={2 * took}, or smaller sizes",
             )
@@ -255,10 +255,10 @@ class GraphLimit:
         self._evictions += 1
         logger.info(
             "evicted %s, asked for in %d of the last %d steps, for %s: %s",
-            _name(victim),
+            graph_name(victim),
             self._uses[victim],
             len(self._window),
-            "want of room" if room_for == victim else _name(room_for),
+            "want of room" if room_for == victim else graph_name(room_for),
             self.report(),
         )
 
@@ -306,7 +306,3 @@ class GraphLimit:
 
 def _growth(before: int | None, after: int | None) -> int | None:
     return None if before is None or after is None else max(0, after - before)
-
-
-def _name(key: CaptureKey) -> str:
-    return f"{key[0].name} [{key[1]}]"

@@ -140,6 +140,27 @@ class StaticInputs:
             self.declared.check(values, tokens, reqs, error)
             raise
 
+    def completed(
+        self, batch: Batch | None, values: Mapping[str, Any]
+    ) -> tuple[Batch | None, Mapping[str, Any]]:
+        """A step's batch and inputs, with padding in the place of the optional inputs that it has
+        not. Raises `InvalidInputError` and `InvalidBatchError`."""
+        optional = self.declared.optional
+        if not optional:
+            return batch, values
+        flat = {n: v for n, v in flat_of(values) if v is not None or n not in optional}
+        missing = optional - flat.keys()
+        if missing:
+            live = self.nest(flat)
+            batch = batch_of(self, live) if batch is None else checked_batch(batch)
+            rows = batch.num_tokens, reqs_of(self, batch, live or None)
+            for name in missing:
+                spec = self.declared.specs[name]
+                flat[name] = torch.full(
+                    spec.sizes(*rows), spec.pad_value, dtype=spec.dtype, device="cpu"
+                )
+        return batch, self.nest(flat)
+
     def slot(self, batch: Batch) -> InputSlot:
         """Host memory for the live rows of a batch. Raises `InvalidBatchError`."""
         batch = checked_batch(batch)

@@ -30,6 +30,8 @@ class DeclaredInputs:
         self.specs = dict(_specs(specs, "", "inputs="))
         # Whether an argument of the forward is a dict of inputs.
         self.nested = any(isinstance(spec, Mapping) for spec in specs.values())
+        self.optional = frozenset(name for name, spec in self.specs.items() if spec.optional)
+        """The inputs that a step may leave out."""
         self.by_axis: dict[str, frozenset[str]] = {"tokens": frozenset()}
         """"tokens" or "reqs" -> the inputs with that batch axis, which have padding rows. "reqs"
         is missing if no input has it."""
@@ -38,9 +40,11 @@ class DeclaredInputs:
             if axis is not None:
                 self.by_axis[axis.counts] = self.by_axis.get(axis.counts, frozenset()) | {name}
 
-    def check_names(self, values: Mapping[str, Any]) -> None:
-        """Raise `InvalidInputError` for missing or unknown input names."""
-        missing = sorted(self.specs.keys() - values.keys())
+    def check_names(self, values: Mapping[str, Any], *, completed: bool = True) -> None:
+        """Raise `InvalidInputError` for missing or unknown input names. Optional ones may be
+        missing before a step is `completed`."""
+        may_lack = frozenset() if completed else self.optional
+        missing = sorted(self.specs.keys() - values.keys() - may_lack)
         unknown = sorted(values.keys() - self.specs.keys())
         if missing or unknown:
             raise InvalidInputError(
@@ -65,10 +69,11 @@ class DeclaredInputs:
         """
         check_kind("inputs", values, Mapping, optional=False)
         flat = dict(flat_of(values))
-        self.check_names(flat)
-        for name, spec in self.specs.items():
+        self.check_names(flat, completed=tokens is not None)
+        for name, value in flat.items():
+            spec = self.specs[name]
             live = None if tokens is None or reqs is None else spec.sizes(tokens, reqs)
-            check_value(name, spec, flat[name], live, error)
+            check_value(name, spec, value, live, error)
         return flat
 
     def infer(self, values: Mapping[str, Any]) -> tuple[int, int | None]:
@@ -76,10 +81,10 @@ class DeclaredInputs:
         counts: dict[str, int] = {}
         try:
             flat = dict(flat_of(values)) if self.nested else values
-            self.check_names(flat)
+            self.check_names(flat, completed=False)
             for name, spec in self.specs.items():
                 axis, dim = spec.batch_axis()
-                if axis is None:
+                if axis is None or name not in flat:
                     continue
                 rows = flat[name].shape[dim] - axis.extra
                 if counts.setdefault(axis.counts, rows) != rows:

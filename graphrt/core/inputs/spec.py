@@ -29,28 +29,36 @@ class InputSpec:
     brings the live rows, a graph reads padded ones. `pad` is the value of padding rows, by default
     0, or "repeat" (the last live row). `index=True` marks what kernels use as an address (slot
     mappings, block tables): its padding must point where nothing live is, so `pad` has to be given,
-    and as a value.
+    and as a value. Steps may leave an `optional=True` input out, or give None: then it is `pad` in
+    all rows, which has to be a value that changes nothing (1.0 for a factor).
 
     Inputs are packed anew for every size, so that one copy brings all that come from the host: an
     input has an address for each size.
 
     Raises `InvalidInputError` for a dtype, a shape or an axis that no input has, for a padding that
-    does not exist or that `dtype` cannot hold, and for an index without one.
+    does not exist or that `dtype` cannot hold, and for an index or optional input without one.
     """
 
     dtype: torch.dtype
     shape: tuple[int | str, ...]
     pad: int | float | complex | bool | str | None = None
     index: bool = False
+    optional: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.dtype, torch.dtype):
             raise _wrong_spec("dtype", self.dtype, "a torch.dtype", "torch.int64")
-        if not isinstance(self.index, bool):
-            raise _wrong_spec("index", self.index, "True or False", "index=True")
+        for flag in ("index", "optional"):
+            if not isinstance(getattr(self, flag), bool):
+                raise _wrong_spec(flag, getattr(self, flag), "True or False", f"{flag}=True")
         _check_shape(self.shape)
         object.__setattr__(self, "shape", tuple(self.shape))
         _check_pad(self.dtype, self.pad, self.index)
+        if self.optional and (self.pad is None or isinstance(self.pad, str)):
+            expected = "a value, for optional=True, that steps without the input have in all rows"
+            raise _wrong_spec(
+                "pad", self.pad, expected, "pad=1.0 for a factor, pad=0 for a summand"
+            )
 
     @classmethod
     def of(cls, tensor: torch.Tensor, axes: Sequence[int | str | None] = ("rows",)) -> InputSpec:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from graphrt.core.base.errors import InvalidOptionError
 from graphrt.core.base.option_values import count_of, items_of, number_of, refused, shown
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.plan.resolution import ModeResolution
-from graphrt.core.plan.sizes import CaptureKey
+from graphrt.core.plan.sizes import CaptureKey, graph_name
 from graphrt.core.plan.traffic import by_worth
 
 RESOURCES = ("streams", "graphs", "device_bytes", "capture_s")
@@ -23,7 +23,8 @@ RESOURCES = ("streams", "graphs", "device_bytes", "capture_s")
 class GraphCost:
     """What the graph of one descriptor takes; for PIECEWISE all its pieces together.
 
-    `streams` of the device, `device_bytes` of its memory, `capture_s` seconds. Raises
+    `streams` of the device, `device_bytes` of its memory, `capture_s` seconds. `pool_bytes` are
+    bytes beside these of memory that graphs share: all together need those of the largest. Raises
     `InvalidOptionError` for what is no number, or negative.
     """
 
@@ -32,20 +33,29 @@ class GraphCost:
     """Device graphs: 1, or the number of pieces."""
     device_bytes: int = 0
     capture_s: float = 0.0
+    pool_bytes: int = 0
 
     def __post_init__(self) -> None:
         _make_numbers(self)
 
     def __add__(self, other: GraphCost) -> GraphCost:
-        return GraphCost(*(getattr(self, name) + getattr(other, name) for name in RESOURCES))
+        sums = {name: getattr(self, name) + getattr(other, name) for name in RESOURCES}
+        return GraphCost(**sums, pool_bytes=max(self.pool_bytes, other.pool_bytes))
+
+    def amount(self, resource: str) -> float:
+        """So much of a resource in all, for `device_bytes` with the pool."""
+        own: float = getattr(self, resource)
+        return own + self.pool_bytes if resource == "device_bytes" else own
 
 
 @dataclass(frozen=True)
 class Budget:
     """What the graphs of one plan may take together, in the units of `GraphCost`; None is no limit.
 
-    `cost` says what each graph of a runtime mode takes; one that it leaves out takes one graph and
-    nothing else. A plan needs the cost of what is limited for each mode that it captures.
+    `cost` says what each graph of a runtime mode takes, or one graph by its name in a report; one
+    that it leaves out takes one graph and nothing else. A plan needs the cost of what is limited
+    for each graph. `device_bytes` alone need none: a runner measures two graphs of each mode and
+    predicts the others, and `runner.plan` says what is captured.
     With fewer than `min_piecewise` piecewise sizes only decode is captured. `notes` are lines that
     a plan prints with the budget, such as where its limits come from.
 
@@ -57,7 +67,7 @@ class Budget:
     graphs: int | None = None
     device_bytes: int | None = None
     capture_s: float | None = None
-    cost: Mapping[GraphMode, GraphCost] | None = None
+    cost: Mapping[GraphMode, GraphCost] | Mapping[str, GraphCost] | None = None
     min_piecewise: int = 2
     notes: tuple[str, ...] = ()
 
@@ -74,22 +84,37 @@ class Budget:
             expected = "a GraphCost for each runtime mode"
             advice = "cost={GraphMode.FULL: GraphCost(streams=1)}"
             raise refused("the cost of graphs has a wrong type", cost, expected, advice)
-        # Looked up by mode, whose name may be given.
-        by_mode = {GraphMode.parse(mode): each for mode, each in cost.items()}
-        object.__setattr__(self, "cost", by_mode or None)
+        # Looked up by mode, whose name may be given, or by the name of one graph.
+        named = {
+            mode if "[" in str(mode) else GraphMode.parse(mode): each for mode, each in cost.items()
+        }
+        object.__setattr__(self, "cost", named or None)
 
-    def cost_of(self, mode: GraphMode) -> GraphCost:
-        """What a graph of a runtime mode takes."""
-        return (self.cost or {}).get(GraphMode.parse(mode), GraphCost())
+    def cost_of(self, mode: GraphMode, descriptor: BatchDescriptor | None = None) -> GraphCost:
+        """What a graph of a runtime mode takes, or the one of a descriptor."""
+        costs: Mapping[Any, GraphCost] = self.cost or {}
+        of_mode = costs.get(GraphMode.parse(mode), GraphCost())
+        # A name takes the repr() of a host's own variant.
+        if descriptor is None or not any(isinstance(each, str) for each in costs):
+            return of_mode
+        return costs.get(graph_name((GraphMode.parse(mode), descriptor)), of_mode)
 
-    def check_costs(self, modes: Collection[GraphMode]) -> None:
+    @property
+    def is_measured(self) -> bool:
+        """Whether it limits bytes, and a runner has to find out what graphs take."""
+        costs = (self.cost or {}).values()
+        return self.device_bytes is not None and not any(c.amount("device_bytes") for c in costs)
+
+    def check_costs(self, keys: Collection[tuple[GraphMode, BatchDescriptor]]) -> None:
         """Raise `InvalidOptionError` for a limit that limits nothing, as no cost says how much of
-        it a graph of each of these modes takes. A cost of 0 beside others is believed."""
+        it each of these graphs takes. A cost of 0 beside others is believed."""
         costs = self.cost or {}
-        for name, mode in itertools.product(RESOURCES, modes):
-            limit = getattr(self, name)
-            told = any(getattr(each, name) for each in costs.values()) and mode in costs
-            if limit is not None and name != "graphs" and not told:
+        limited = {name for name in RESOURCES if getattr(self, name) is not None} - {"graphs"}
+        limited -= {"device_bytes"} if self.is_measured else set()
+        told = {name for name in limited if any(each.amount(name) for each in costs.values())}
+        for name, key in itertools.product(sorted(limited), keys):
+            limit, mode = getattr(self, name), key[0]
+            if name not in told or (mode not in costs and graph_name(key) not in costs):
                 raise InvalidOptionError(
                     f"a budget of {name} needs the cost of a {mode.name} graph",
                     got=f"Budget({name}={limit}) without {name} in cost= for {mode.name}",
@@ -102,14 +127,14 @@ class Budget:
         """The first resource that `more` does not fit into beside `used`, or None."""
         for name in RESOURCES:
             limit = getattr(self, name)
-            if limit is not None and getattr(used, name) + getattr(more, name) > limit:
+            if limit is not None and (used + more).amount(name) > limit:
                 return name
         return None
 
 
 def _make_numbers(owner: GraphCost | Budget) -> None:
     """Replace amounts by Python numbers: a plan is saved as JSON."""
-    for name in RESOURCES:
+    for name in (*RESOURCES, "pool_bytes") if isinstance(owner, GraphCost) else RESOURCES:
         amount = getattr(owner, name)
         if amount is not None or isinstance(owner, GraphCost):
             what = f"a {type(owner).__name__.removeprefix('Graph').lower()} of {name}"
@@ -141,10 +166,17 @@ def budget_lines(budget: Budget, captured: Captured, left_out: Sequence[LeftOut]
     """Every graph with its cost, the sum, and what was left out."""
     total = total_of(planned.cost for planned in captured)
     limited = [name for name in RESOURCES if getattr(budget, name) is not None]
-    taken = [name for name in RESOURCES if name != "graphs" and getattr(total, name)]
+    # Nothing is measured yet.
+    unknown = budget.is_measured and not total.amount("device_bytes")
+    if unknown:
+        limited.remove("device_bytes")
+    taken = [name for name in RESOURCES if name != "graphs" and total.amount(name)]
     shown = [name for name in RESOURCES if name in limited + taken] or ["graphs"]
     counted = f"{len(captured)} of {len(captured) + len(left_out)} sizes"
-    limits = [of_limit(n, getattr(total, n), getattr(budget, n)) for n in limited]
+    limits = [of_limit(n, total.amount(n), getattr(budget, n)) for n in limited]
+    sums = limits or [figure(name, total.amount(name)) for name in shown]
+    if total.pool_bytes:
+        sums.append(f"{figure('device_bytes', total.pool_bytes)} of it are the pool")
 
     def figures(cost: GraphCost) -> str:
         return ", ".join(figure(name, getattr(cost, name)) for name in shown)
@@ -152,10 +184,16 @@ def budget_lines(budget: Budget, captured: Captured, left_out: Sequence[LeftOut]
     return [
         *budget.notes,
         *(f"{p.mode.name} [{p.descriptor}]: {figures(p.cost)}" for p in captured),
-        f"in all: {counted}, {', '.join(limits) or figures(total)}",
+        f"in all: {counted}, {', '.join(sums)}",
+        *([_MEASURED.format(figure("device_bytes", budget.device_bytes or 0))] * unknown),
         *_left_out_lines(left_out),
     ]
 
+
+_MEASURED = (
+    "at most {}: a runner captures two graphs of each mode and predicts the others; "
+    "print(runner.plan) has what is captured"
+)
 
 BUDGET_RULE = "budget"
 """The rule of the steps that a budget adds to the resolution of the mode."""
@@ -180,7 +218,7 @@ def fit(
     FULL_AND_PIECEWISE into FULL_DECODE_ONLY, no FULL graph turns it into PIECEWISE; where no graph
     fits at all, the mode becomes NONE.
     """
-    costs = {key: budget.cost_of(key[0]) for key in keys}
+    costs = {key: budget.cost_of(*key) for key in keys}
     order = by_priority(keys, worth)
     full = [key for key in order if key[0] is GraphMode.FULL]
     pieces = [key for key in order if key[0] is GraphMode.PIECEWISE]
@@ -243,10 +281,15 @@ def _left_out(
         if mode is GraphMode.NONE or key[0] in mode.runtime_modes:
             name = budget.lacks(used, cost)
             assert name is not None
-            limit = getattr(budget, name)
-            free = of_limit(name, limit - getattr(used, name), limit)
-            why = f"needs {figure(name, getattr(cost, name))}; free: {free}"
+            why = lacking(name, used, cost, getattr(budget, name))
         yield LeftOut(*key, cost, why)
+
+
+def lacking(name: str, used: GraphCost, cost: GraphCost, limit: float) -> str:
+    """Why a graph of this cost does not fit beside those `used`."""
+    needed = (used + cost).amount(name) - used.amount(name)
+    free = of_limit(name, limit - used.amount(name), limit)
+    return f"needs {figure(name, needed)}; free: {free}"
 
 
 def total_of(costs: Iterable[GraphCost]) -> GraphCost:

@@ -22,7 +22,14 @@ from graphrt.core.batch.modes import AttentionSupport, GraphMode, Mode, PiecePro
 from graphrt.core.device.platform import Platform
 from graphrt.core.device.registry import resolve_platform
 from graphrt.core.plan import resolution, saved, sizes
-from graphrt.core.plan.budget import Budget, GraphCost, budget_lines, by_priority, fit, total_of
+from graphrt.core.plan.budget import (
+    Budget,
+    GraphCost,
+    budget_lines,
+    by_priority,
+    fit,
+    total_of,
+)
 from graphrt.core.plan.traffic import Traffic, by_worth, check_traffic
 
 if TYPE_CHECKING:
@@ -36,7 +43,7 @@ class SizeArguments(TypedDict, total=False):
     max_size: int | None
     max_num_tokens: int | None
     max_num_reqs: int | None
-    query_lens: Sequence[int]
+    query_lens: sizes.QueryLens
     traffic: Traffic | None
 
 
@@ -136,10 +143,11 @@ class Plan:
     to that, `sizes` the lists of sizes in tokens, `keys` what is captured, in capture order,
     `captured` the same with what each takes, and `left_out` what the budget does not hold, and why.
 
-    `max_num_tokens` (T) and `max_num_reqs` (S) are the largest batch of the host, by
-    default the largest of `sizes` (in tokens); one of the three is needed. No size is above T.
-    `max_size` is the largest size to capture. `query_lens` are the tokens of a request in a decode
-    step, (1,) by default. `attention` is what the attention of the model can be captured in (a
+    `max_num_tokens` (T) and `max_num_reqs` (S) are the largest batch of the host, by default the
+    largest of `sizes` (in tokens); one of the three is needed. No size is above T. `max_size` is
+    the largest size to capture. `query_lens` are the tokens of a request in a decode step, (1,) by
+    default; or by the number of requests, up to each key: `{8: [7], 32: [5]}` is 7 tokens up to 8
+    requests, and 5 up to 32. `attention` is what the attention of the model can be captured in (a
     level or its name, ALWAYS by default), or that of each backend by name. `pieces` is what cuts
     the forward; "auto", the default, stands for pieces that a compiled module brings along, else
     for breakable capture. `compiled` are the compiled modules of the forward (`graphrt.compile`),
@@ -177,15 +185,15 @@ class Plan:
         resolved = resolution.resolve_mode(**self.arguments)
         self.pieces = resolved.pieces
         cap = self.platform.default_max_size()
-        possible = sizes.capture_sizes(**self.arguments, cap=cap)
+        possible = self._possible = sizes.capture_sizes(**self.arguments, cap=cap)
         sizes.check_decode(resolved.mode, possible)
         # The sizes of full decode batches: a host that is busy runs these most.
-        fulls = [possible.max_num_reqs * query_len for query_len in possible.decode]
+        fulls = [reqs * query_len for query_len, reqs in possible.decode_reqs.items()]
         # Sizes in tokens -> the same, the most valuable first.
         self._worth = partial(by_worth, traffic=self.arguments["traffic"], landmarks=fulls)
         keys = sizes.descriptors_for(resolved.mode, possible, **self.arguments)
         budget = self.arguments["budget"] or Budget()
-        budget.check_costs(dict.fromkeys(runtime_mode for runtime_mode, _ in keys))
+        budget.check_costs(keys)
         fitted = fit(keys, budget, resolved, self._worth)
         self.resolution, self.captured, self.left_out = fitted
         self.resolution.log_steps()
@@ -202,11 +210,24 @@ class Plan:
     def capture_order(self, *, limited: bool = False) -> tuple[sizes.CaptureKey, ...]:
         """`keys` in the order in which they are captured: as they are, or, where the device tells
         how many streams are free for graphs, those first that are worth most if it runs out; where
-        their number or bytes are `limited`, these behind the largest of each mode."""
-        if not limited and self.platform.stream_room() is None:
+        their number or bytes are `limited`, these behind the largest of each mode. A budget whose
+        costs are measured has a second of each mode next: by these the others are predicted."""
+        if not (limited or self.is_measured or self.platform.stream_room() is not None):
             return self.keys
-        first = sizes.largest_of(self.keys) if limited else ()
-        return tuple(sorted(by_priority(self.keys, self._worth), key=lambda key: key not in first))
+        ranked = by_priority(self.keys, self._worth)
+        largest = sizes.largest_of(self.keys) if limited or self.is_measured else ()
+        first = [key for key in ranked if key in largest]
+        if self.is_measured:
+            first.sort(key=_tokens, reverse=True)  # the others fit into the pool of the first
+            seconds = sizes.largest_of(key for key in ranked if key not in largest)
+            first += sorted(filter(seconds.__contains__, ranked), key=_tokens, reverse=True)
+        return tuple(dict.fromkeys([*first, *ranked]))
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether a runner measures what graphs take, as the budget limits bytes without costs."""
+        budget = self.arguments["budget"]
+        return budget is not None and budget.is_measured
 
     def replace(self, *, platform: Platform | str | None = None, **changes: Any) -> Plan:
         """The plan with other arguments, resolved again; on the same platform by default."""
@@ -328,3 +349,7 @@ class Plan:
         changed = saved.differences(printed, plan._content()["printed"])
         saved.warn_changed(f"{os.fspath(path)}, made with {made_with},", changed)
         return plan
+
+
+def _tokens(key: sizes.CaptureKey) -> int:
+    return key[1].num_tokens

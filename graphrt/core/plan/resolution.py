@@ -17,6 +17,7 @@ from graphrt.core.base.log import logger
 from graphrt.core.base.option_values import items_of, refused
 from graphrt.core.base.texts import printable
 from graphrt.core.batch.modes import AttentionSupport, GraphMode, Mode, PieceProvider, graphs_off
+from graphrt.core.plan.sizes import QueryLens, lengths_of
 
 Attention = AttentionSupport | str | Mapping[str, AttentionSupport | str]
 """What the attention of a model supports, or each backend of it by name."""
@@ -89,7 +90,7 @@ def resolve_mode(
     mode: Mode | None = None,
     *,
     attention: Attention = AttentionSupport.ALWAYS,
-    query_lens: Sequence[int] = (1,),
+    query_lens: QueryLens = (1,),
     pieces: PieceProvider | str | None = AUTO,
     compiled: Sequence[Any] = (),
     **_: object,
@@ -109,7 +110,7 @@ def resolve_mode(
     requested = GraphMode.parse(mode)
     levels = levels_of(attention) or {UNNAMED: AttentionSupport.ALWAYS}
     resolution = ModeResolution(requested, requested, pieces=provider)
-    resolution = _with_attention(resolution, levels, max(query_lens))
+    resolution = _with_attention(resolution, levels, max(lengths_of(query_lens)))
     mode, without = resolution.mode, resolution.mode.without_pieces()
     if whole:
         always = min(levels.values()) is AttentionSupport.ALWAYS

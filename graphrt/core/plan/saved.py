@@ -62,7 +62,7 @@ def in_json(value: Any) -> Any:
 
 def given_arguments(plain: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of `Plan` from those of `plain_arguments`."""
-    budget, traffic = plain["budget"], plain["traffic"]
+    budget, traffic, lengths = plain["budget"], plain["traffic"], plain["query_lens"]
     if budget is not None:
         cost = budget["cost"]
         costs = cost and {mode: GraphCost(**each) for mode, each in cost.items()}
@@ -72,6 +72,9 @@ def given_arguments(plain: Mapping[str, Any]) -> dict[str, Any]:
         "variants": [ast.literal_eval(variant) for variant in plain["variants"]],
         "budget": budget,
         "traffic": traffic and {int(size): share for size, share in traffic.items()},
+        "query_lens": {int(most): each for most, each in lengths.items()}
+        if isinstance(lengths, Mapping)
+        else lengths,
     }
 
 

@@ -6,6 +6,7 @@ import itertools
 import textwrap
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from graphrt.core.base.errors import InvalidOptionError
 from graphrt.core.base.option_values import count_of, items_of, refused, shown
@@ -15,6 +16,15 @@ from graphrt.core.plan.traffic import Traffic, fitted_sizes
 
 CaptureKey = tuple[GraphMode, BatchDescriptor]
 """Names one planned graph: the runtime mode that it is captured in, and its descriptor."""
+
+QueryLens = Sequence[int] | Mapping[int, Sequence[int]]
+"""The query lengths of decode batches; or a schedule: up to so many requests these."""
+
+
+def graph_name(key: CaptureKey) -> str:
+    """How plans, reports and logs call a graph."""
+    return f"{key[0].name} [{key[1]}]"
+
 
 _WIDTH = 100
 """Characters of a printed line."""
@@ -30,8 +40,9 @@ class CaptureSizes:
     """The sizes that can be captured for one host; those of a `Plan` are captured.
 
     `mixed` are the PIECEWISE sizes, `general` those of FULL graphs that serve any batch, and
-    `decode` the ladder of uniform FULL sizes for each query length. `limit` is M of
-    docs/concepts/sizes.md, `left_out` the host's own sizes that are larger than any graph.
+    `decode` the ladder of uniform FULL sizes for each query length, and `decode_reqs` the most
+    requests of its batches. `limit` is M of docs/concepts/sizes.md, `left_out` the host's own sizes
+    that are larger than any graph.
     """
 
     max_num_reqs: int
@@ -40,6 +51,7 @@ class CaptureSizes:
     mixed: tuple[int, ...]
     general: tuple[int, ...]
     decode: Mapping[int, tuple[int, ...]]
+    decode_reqs: Mapping[int, int]
     left_out: tuple[int, ...] = ()
 
     def lines(self, mode: GraphMode) -> list[str]:
@@ -100,17 +112,32 @@ def check_sizes(sizes: Iterable[int]) -> tuple[int, ...]:
     return checked
 
 
-def check_query_lens(query_lens: Iterable[int]) -> tuple[int, ...]:
+def check_query_lens(query_lens: QueryLens) -> Any:
     """`query_lens`, each once and ascending; raises `InvalidOptionError` for what none can be."""
+    if isinstance(query_lens, Mapping) and query_lens:
+        pairs = [(positive("a number of requests", n), each) for n, each in query_lens.items()]
+        return {most: _lengths(each) for most, each in sorted(pairs, key=lambda pair: pair[0])}
+    return _lengths(query_lens)
+
+
+def _lengths(query_lens: Iterable[int]) -> tuple[int, ...]:
     listed = items_of("query_lens", query_lens, "(1,)", empty="query_lens=(1,)")
     return tuple(sorted({positive("a query length", each) for each in listed}))
+
+
+def lengths_of(query_lens: QueryLens) -> list[int]:
+    """All query lengths, ascending."""
+    listed: Any = query_lens
+    if isinstance(query_lens, Mapping):
+        listed = itertools.chain(*query_lens.values())
+    return sorted({*listed})
 
 
 def capture_sizes(
     *,
     max_num_reqs: int | None = None,
     max_num_tokens: int | None = None,
-    query_lens: Sequence[int] = (1,),
+    query_lens: QueryLens = (1,),
     sizes: Sequence[int] | None = None,
     max_size: int | None = None,
     cap: int = _CAP,
@@ -129,8 +156,9 @@ def capture_sizes(
     all tokens; uniform decode has these in whole requests, and a full decode batch, up to which it
     goes. It has none where not one request fits under M.
     """
-    max_num_reqs, max_num_tokens = _largest_batch(max_num_reqs, max_num_tokens, sizes)
-    longest = max(query_lens)
+    lengths, scheduled = lengths_of(query_lens), isinstance(query_lens, Mapping)
+    max_num_reqs, max_num_tokens = _largest_batch(max_num_reqs, max_num_tokens, sizes, query_lens)
+    longest = max(lengths)
     if longest > max_num_tokens:
         raise InvalidOptionError(
             "not one decode request fits into the largest batch",
@@ -138,41 +166,85 @@ def capture_sizes(
             expected="query_lens of at most max_num_tokens",
             advice=f"max_num_tokens={max(max_num_reqs * longest, max_num_tokens)}",
         )
-    top = min(cap if max_size is None else max_size, max_num_tokens)
-    limit = top if max_size is not None else min(max_num_reqs * longest * 2, top)
+    reqs = _decode_reqs(query_lens, max_num_reqs, max_num_tokens)
+    widest = max(spans[-1][1] * q for q, spans in reqs.items() if spans)
+    top = max(cap, widest if scheduled else 0) if max_size is None else max_size
+    top = min(top, max_num_tokens)
+    limit = top if max_size is not None else min(widest * 2, top)
     if mode is None or not GraphMode.parse(mode).has_piecewise:
         top = limit
     listed = None if sizes is None else _cut(tuple(sizes), max_num_tokens, max_size)
-    _refuse_many(len(query_lens) * (top // 16 if listed is None else len(listed)))
+    _refuse_many(len(lengths) * (top // 16 if listed is None else len(listed)))
     ladders: dict[int, tuple[int, ...]] = {}
+    most = {q: spans[-1][1] if spans else 0 for q, spans in reqs.items()}
     if listed is not None:
         tokens = max_num_tokens if max_size is None else limit
-        for q in query_lens:
+        for q in lengths:
             full = max_num_reqs * q
             # In whole requests, and no larger than a batch can be.
             largest = min(full, tokens) // q * q
             rounded = {min(-(-size // q) * q, largest) for size in listed}
             ladders[q] = tuple(sorted((rounded | ({full} if full <= limit else set())) - {0}))
-        return CaptureSizes(max_num_reqs, max_num_tokens, limit, listed, listed, ladders)
-    mixed = _up_to(top, [*_steps(top), max_num_reqs * longest, max_num_tokens])
+            if scheduled:
+                ladders[q] = _up_to(limit, _needed(rounded, q, reqs[q]))
+        general = _up_to(top, [*listed, widest]) if scheduled else listed
+        return CaptureSizes(max_num_reqs, max_num_tokens, limit, listed, general, ladders, most)
+    mixed = _up_to(top, [*_steps(top), widest, max_num_tokens])
     whole: list[int] = []
-    for q in query_lens:
-        full = max_num_reqs * q
+    for q in lengths:
         # A graph for any batch serves decode as well: there are steps of whole requests too.
-        whole += [full, *(n * q for n in _steps(min(max_num_reqs, limit // q)))]
-        ladders[q] = _up_to(min(full, limit), [full, *(-(-size // q) * q for size in mixed)])
+        steps = (n * q for n in _steps(min(max_num_reqs, limit // q)))
+        whole += _needed(steps, q, reqs[q])
+        ladders[q] = _up_to(limit, _needed((-(-size // q) * q for size in mixed), q, reqs[q]))
     general = _up_to(limit, [*mixed, *whole])
     if traffic is not None:
         mixed, general = fitted_sizes(mixed, traffic), fitted_sizes(general, traffic)
-        ladders = {q: fitted_sizes(ladder, traffic, q) for q, ladder in ladders.items()}
-    return CaptureSizes(max_num_reqs, max_num_tokens, limit, mixed, general, ladders)
+        for q, ladder in ladders.items():
+            live = {size: traffic.get(size, 0) for size in _needed(traffic, q, reqs[q])}
+            ladders[q] = fitted_sizes(ladder, live, q)
+    return CaptureSizes(max_num_reqs, max_num_tokens, limit, mixed, general, ladders, most)
+
+
+def _decode_reqs(
+    query_lens: QueryLens, max_num_reqs: int, max_num_tokens: int
+) -> dict[int, list[tuple[int, int]]]:
+    """query length -> the requests of its decode batches, as (more than, at most). Raises
+    `InvalidOptionError` for a schedule that ends before the largest batch."""
+    reqs: dict[int, list[tuple[int, int]]] = {q: [] for q in lengths_of(query_lens)}
+    if not isinstance(query_lens, Mapping):
+        return {q: [(0, max_num_reqs)] for q in reqs}
+    if max(query_lens) < max_num_reqs:
+        last = max(query_lens)
+        raise InvalidOptionError(
+            "the schedule of query lengths ends before the largest batch",
+            got=f"query_lens up to {last} requests, max_num_reqs={max_num_reqs}",
+            expected="the query lengths of every batch",
+            advice=f"query_lens={{..., {max_num_reqs}: {list(query_lens[last])}}}",
+        )
+    least = 0
+    for most, lengths in query_lens.items():
+        for q in lengths:
+            high = min(most, max_num_reqs, max_num_tokens // q)
+            reqs[q] += [(least, high)] if least < high else []
+        least = most
+    return reqs
+
+
+def _needed(sizes: Iterable[int], q: int, reqs: Sequence[tuple[int, int]]) -> set[int]:
+    """The `sizes` in tokens that decode batches of these requests can have, and their widest."""
+    known = {*sizes, *(most * q for _, most in reqs)}
+    return {size for size in known for least, most in reqs if least * q < size <= most * q}
 
 
 def _largest_batch(
-    reqs: int | None, tokens: int | None, sizes: Sequence[int] | None
+    reqs: int | None, tokens: int | None, sizes: Sequence[int] | None, query_lens: QueryLens
 ) -> tuple[int, int]:
     """The requests and tokens of the largest batch, each as given or as it follows from the rest.
     Raises `InvalidOptionError` if nothing is given."""
+    if isinstance(query_lens, Mapping):
+        reqs = reqs or max(query_lens)
+        if tokens is None and sizes is None:
+            tokens = max(most * max(each) for most, each in query_lens.items())
     if tokens is None:
         tokens = reqs if sizes is None else max(sizes)
     if tokens is None:
@@ -278,7 +350,7 @@ def eager_range(sizes: CaptureSizes, keys: Iterable[CaptureKey], query_len: int)
         (each.num_tokens for each in named if not each.uniform or each.query_len == query_len),
         default=0,
     )
-    most = min(sizes.max_num_reqs, sizes.max_num_tokens // query_len)
+    most = min(sizes.decode_reqs[query_len], sizes.max_num_tokens // query_len)
     return (largest // query_len + 1) * query_len, most * query_len
 
 

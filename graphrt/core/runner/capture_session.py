@@ -161,6 +161,11 @@ def _finish(executor: StepExecutor) -> None:
         logger.info("captured %s; %s left out", graphs.limit.report(), beyond)
     if graphs.dropped:
         _tell_dropped(graphs)
+    if setup.plan.is_measured:
+        plan = graphs.plan()
+        logger.info("captured %s", next(each for each in plan.lines() if each.startswith("in all")))
+        if setup.options.strict:
+            plan.refuse_less()
     if setup.host.example is not None:
         try:
             graphs.checks.try_examples(executor, setup.host.example)
@@ -325,7 +330,7 @@ class RunnerCapture:
     def _capture_or_drop(self, graph: graph_table.PreparedStep) -> None:
         """Capture a graph, or leave it out: by the limit, or noted as dropped if the device has no
         room for it."""
-        graphs, capture = self._graphs, partial(self._capture_one, graph)
+        graphs, capture = self._graphs, partial(self._capture_in_budget, graph)
         limit, ranks = graphs.limit, self._setup.host.ranks
         try:
             if limit is None:
@@ -342,6 +347,21 @@ class RunnerCapture:
         except BaseException as error:
             refusals.note_place(error, str(graph))
             raise
+
+    def _capture_in_budget(self, graph: graph_table.PreparedStep) -> None:
+        """Capture a graph. Under a budget that is measured it is left out where it is predicted not
+        to fit, and taken back where it has not fitted; ranks vote on both."""
+        graphs, ranks = self._graphs, self._setup.host.ranks
+        budget, key = graphs.budget, (graph.mode, graph.descriptor)
+        if budget is None:
+            return self._capture_one(graph)
+        agree = bool if ranks is None else partial(ranks.agree_on_attempt, graphs)
+        if agree(not budget.has_room(key, graphs.held)):
+            return graphs.leave_out([key])
+        self._capture_one(graph)
+        has_freed = True
+        while agree(has_freed and budget.is_over(graphs.held)):
+            has_freed = graphs.take_last_back(budget)
 
     @undoing
     def _capture_one(self, undo: Undo, graph: graph_table.PreparedStep) -> None:

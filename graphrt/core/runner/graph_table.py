@@ -22,7 +22,9 @@ from graphrt.core.capture.wrapper import GraphWrapper
 from graphrt.core.dispatch.dispatcher import GraphDispatcher
 from graphrt.core.dispatch.reasons import Dispatch
 from graphrt.core.inputs.layout import StepMoves
-from graphrt.core.plan.sizes import CaptureKey
+from graphrt.core.plan.memory import MeasuredBudget
+from graphrt.core.plan.plan import Plan
+from graphrt.core.plan.sizes import CaptureKey, graph_name
 from graphrt.core.replay.entry import Entry
 from graphrt.core.replay.handout import LiveOutputs
 from graphrt.core.replay.pool import GraphPool
@@ -193,6 +195,15 @@ class GraphTable:
         # Of graphs that are gone too, until the next capture.
         self._records: list[GraphRecord] = []
         self.left_out: dict[int, DroppedGraph | None] = {}
+        # Of bytes whose costs are measured.
+        self.budget = MeasuredBudget(setup.plan) if setup.plan.is_measured else None
+        if self.budget is not None and setup.pool.bytes() is None:
+            raise errors.InvalidOptionError(
+                "Budget(device_bytes=) needs a platform that tells the bytes of a pool",
+                got=f"{setup.pool.platform.name!r}, and no costs",
+                expected="bytes that can be measured, or cost=",
+                advice="Budget(graphs=) limits their number",
+            )
         self.sealing = Sealing(setup.options)
         self.lifting = Lifting()
         # (mode, kind) -> the most tokens that were warmed up; how many further graphs had to be;
@@ -223,6 +234,36 @@ class GraphTable:
     def dropped(self) -> tuple[DroppedGraph, ...]:
         """The graphs that did not fit on the device."""
         return tuple(graph for graph in self.left_out.values() if graph is not None)
+
+    def plan(self) -> Plan:
+        """The plan, with costs as far as they have been measured."""
+        plan, budget = self.setup.plan, self.budget
+        left_out = [key for key in plan.keys if self.dispatcher.reserve(*key) in self.left_out]
+        return plan if budget is None else budget.plan(self.held, left_out)
+
+    @property
+    def held(self) -> list[CaptureKey]:
+        """The graphs that are captured, in the order of captures."""
+        return [(each.mode, each.descriptor) for each in self.records]
+
+    def take_last_back(self, budget: MeasuredBudget) -> bool:
+        """Destroy the graph that was captured last, for a budget; says whether that has freed
+        memory. Raises `InvalidOptionError` with the last one of all."""
+        platform, key = self.setup.pool.platform, self.held[-1]
+        before, took = platform.driver_bytes() or 0, budget.took[key].bytes
+        self.evict(key)
+        self.leave_out([key])
+        logger.info("took %s back: the budget has no room for it", graph_name(key))
+        has_freed = budget.lose(key, before - (platform.driver_bytes() or 0))
+        if not self.held:
+            self.release()
+            raise errors.InvalidOptionError(
+                "the budget holds not one graph of the largest size",
+                got=f"Budget(device_bytes={budget.most_bytes}), and {graph_name(key)} takes {took}",
+                expected="room for the largest graph, whose memory the others use",
+                advice=f"Budget(device_bytes={2 * took}), or a smaller max_size",
+            )
+        return has_freed
 
     def note_times(self, dispatch: Dispatch, eager_s: float, replay_s: float) -> None:
         """Note how long a step takes by this graph, and its forward eagerly."""
@@ -290,15 +331,18 @@ class GraphTable:
                 advice='wrap the pieces, or use pieces="breakable"',
             )
         pools = {owner.pool for owner, _ in graph.transaction.captured}
-        if self.limit is not None and pools != {self.setup.pool}:
+        if (self.limit or self.budget) is not None and pools != {self.setup.pool}:
             raise errors.CaptureError(
-                "with max_graphs or graph_bytes all graphs must be in the runner's own pool",
+                "under a limit, or a budget in bytes, all graphs must be in the runner's own pool",
                 got=f"{graph} in another one",
                 advice="give the wrappers of its pieces and the runner one pool=",
             )
         self.steps += [None] * (graph.slot + 1 - len(self.steps))
         self.steps[graph.slot] = graph
         self._records.append(record)
+        if self.budget is not None:
+            key = graph.mode, graph.descriptor
+            self.budget.note(key, record.pool_bytes, record.driver_bytes)
         logger.info("captured %s in %.3f s", graph, record.capture_s)
         # Last: from this store on steps are dispatched to the graph.
         self.dispatcher.publish(graph.mode, graph.descriptor)
@@ -319,6 +363,8 @@ class GraphTable:
         self.dispatcher.withdraw_all()
         self.left_out.clear()
         self.warmed.clear()
+        if self.budget is not None:
+            self.budget.clear()
         self.sealing.open()
         for module in self.setup.compiled:
             module.unseal()

@@ -28,9 +28,12 @@ if TYPE_CHECKING:
     from graphrt.core.batch.modes import GraphMode
     from graphrt.core.device.platform import Platform
     from graphrt.core.dispatch.dispatcher import GraphDispatcher
+    from graphrt.core.inputs.buffers import StaticInputs
+    from graphrt.core.plan.plan import Plan
     from graphrt.core.runner.capture_session import CaptureProgress, Choose, Progress
     from graphrt.core.runner.contract import StepChecks
     from graphrt.core.runner.findings import Look
+    from graphrt.core.runner.host import Run
     from graphrt.core.runner.report import RunnerReport
     from graphrt.core.runner.setup import RunnerSetup
 
@@ -52,7 +55,7 @@ class Runner(Uncopied, Generic[R]):
         from graphrt.core.runner.executor import StepExecutor
         from graphrt.core.runner.graph_table import GraphTable
 
-        self.options, self.plan = setup.options, setup.plan
+        self.options = setup.options
         self.pool, self.inputs = setup.pool, setup.inputs
         # The table has the graphs, the executor runs a step, the engine decides how.
         self.graphs = GraphTable(setup, checks)
@@ -63,6 +66,8 @@ class Runner(Uncopied, Generic[R]):
         self._run: Callable[..., R] = self._engine.entrance()
         if setup.host.ranks is not None:
             self._run = setup.host.ranks.entrance(self.graphs, self._run)
+        if self.inputs.declared.optional:
+            self._run = partial(_completed, self.inputs, self._run)
 
     def __call__(
         self,
@@ -103,7 +108,10 @@ class Runner(Uncopied, Generic[R]):
             return first.batch, {**first, **values}
         if not isinstance(first, torch.Tensor):
             return first, values
-        names = [*self.inputs.declared.specs]
+        declared = self.inputs.declared
+        names = [name for name in declared.specs if name not in declared.optional] or [
+            *declared.specs
+        ]
         if runs_hooks(self.graphs.setup.forward):
             raise InvalidInputError(
                 "a tensor was given without its name, and the forward has hooks: they would see it "
@@ -132,9 +140,15 @@ class Runner(Uncopied, Generic[R]):
         return self.pool.platform
 
     @property
+    def plan(self) -> Plan:
+        """The plan. Where its budget says bytes without costs: with what graphs have taken so far,
+        and what is predicted of the others."""
+        return self.graphs.plan()
+
+    @property
     def mode(self) -> GraphMode:
         """The mode that the plan was resolved to."""
-        return self.plan.mode
+        return self.graphs.setup.plan.mode
 
     @property
     def dispatcher(self) -> GraphDispatcher:
@@ -169,7 +183,7 @@ class Runner(Uncopied, Generic[R]):
         check_kind(
             "found", found, Dispatch, optional=False, example="runner.dispatcher.dispatch(batch)"
         )
-        run = self._engine.run_padded_eagerly
+        run, values = self._engine.run_padded_eagerly, self.inputs.completed(batch, values)[1]
         return self._in_turn(partial(run, batch, found, values, updates, metadata))
 
     def verify(
@@ -191,7 +205,7 @@ class Runner(Uncopied, Generic[R]):
         capture, and before the graph of the batch is captured: see `docs/concepts/trust.md`.
         """
         refuse_inside_capture("verify()")
-        step = self._without_batch(batch, values)
+        step = self.inputs.completed(*self._without_batch(batch, values))
         verify: Callable[[], R] = partial(self._engine.verify, *step, updates, metadata)
         return self._in_turn(verify)
 
@@ -325,3 +339,8 @@ class Runner(Uncopied, Generic[R]):
         from graphrt.core.runner.report import report_of
 
         return report_of(self.graphs, self._engine.live_tokens)
+
+
+def _completed(inputs: StaticInputs, run: Run, batch: Any, values: Any, *others: Any) -> Any:
+    """Run a step that may lack optional inputs."""
+    return run(*inputs.completed(batch, values), *others)
