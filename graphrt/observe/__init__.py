@@ -10,6 +10,7 @@
   memory that it predicts is not there; a saved report predicts before the first graph.
 - `with ranges(runner): runner.capture()`, later `annotate("profile.json", runner)`: the modules and
   ranges of each kernel of a replay, in a trace of torch's profiler.
+- `print(layers(runner, Batch(8)))`: milliseconds of each layer of a replay.
 - `explain(forward, inputs)`: what keeps a forward out of graphs, and how much faster they are.
 
 Everything here reads a runner from outside; `graphrt.core` knows nothing of it. A step that is not
@@ -22,6 +23,7 @@ from graphrt._forecast import Forecast
 from graphrt.observe.explaining import Explanation, Obstacle, explain
 from graphrt.observe.files import load_report
 from graphrt.observe.findings import Finding
+from graphrt.observe.layers import LayerTime, LayerTimes, layers
 from graphrt.observe.memory import MemoryWatch
 from graphrt.observe.metrics import Histogram, Metrics, Reading
 from graphrt.observe.pages.whole import page, write_page
@@ -35,6 +37,8 @@ __all__ = [
     "Finding",
     "Forecast",
     "Histogram",
+    "LayerTime",
+    "LayerTimes",
     "MemoryWatch",
     "Metrics",
     "Obstacle",
@@ -43,6 +47,7 @@ __all__ = [
     "annotate",
     "explain",
     "findings",
+    "layers",
     "load_report",
     "page",
     "ranges",

@@ -51,8 +51,8 @@ class Listener:
 class _Heard:
     """The listener of one thread, and the segment that is open in it."""
 
-    def __init__(self, listener: Listener, platform: Platform) -> None:
-        self.listener, self.platform = listener, platform
+    def __init__(self, listener: Listener, platform: Platform, *, eagerly: bool) -> None:
+        self.listener, self.platform, self.eagerly = listener, platform, eagerly
         self.graph: Any = None
         # Modules that are entered; None stands for a range.
         self._entered: list[torch.nn.Module | None] = []
@@ -66,14 +66,18 @@ class _Heard:
 
     def end(self) -> None:
         graph, self.graph = self.graph, None
-        _patches.leave(self)
+        self._unpatch()
         if graph is not None:
             self.listener.ending(graph)
 
     def drop(self, graph: Any) -> None:
         self.graph = None
-        _patches.leave(self)
+        self._unpatch()
         self.listener.dropped(graph)
+
+    def _unpatch(self) -> None:
+        if not self.eagerly:
+            _patches.leave(self)
 
     def enter(self, name: str, module: torch.nn.Module | None = None) -> None:
         self._entered.append(module)
@@ -102,10 +106,10 @@ _listened = Counter[int]()
 
 
 @contextmanager
-def listening(platform: Platform, listener: Listener) -> Iterator[None]:
-    """Tell `listener` of the captures of this thread on `platform`. Inside of another one it is
-    told in the place of that."""
-    thread, heard = get_ident(), _Heard(listener, platform)
+def listening(platform: Platform, listener: Listener, *, eagerly: bool = False) -> Iterator[None]:
+    """Tell `listener` of the captures of this thread on `platform`; with `eagerly` also of modules
+    and ranges where no segment is open. Inside of another one it is told in the place of that."""
+    thread, heard = get_ident(), _Heard(listener, platform, eagerly=eagerly)
     outer = _heard.get(thread)
     with _lock:
         _listened[id(platform)] += 1
@@ -113,6 +117,8 @@ def listening(platform: Platform, listener: Listener) -> Iterator[None]:
             _wrap(platform)
     try:
         _heard[thread] = heard
+        if eagerly:
+            _patches.enter(heard)
         yield
     finally:
         _patches.leave(heard)
@@ -164,9 +170,9 @@ def _wrap(platform: Any) -> None:
 
 
 def _open() -> _Heard | None:
-    """The listener of this thread, if a segment is open in it."""
+    """The listener of this thread, if it is told of modules and ranges now."""
     heard = _heard.get(get_ident())
-    return heard if heard is not None and heard.graph is not None else None
+    return heard if heard is not None and (heard.eagerly or heard.graph is not None) else None
 
 
 def _call_of(original: Callable[..., Any]) -> Callable[..., Any]:

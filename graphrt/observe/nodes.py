@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import torch
+
 from graphrt.core.base.errors import MissingCapabilityError
 from graphrt.core.device.platform import Platform
 from graphrt.cpu.graph import TapeGraph
@@ -37,17 +39,15 @@ def counter(platform: Platform, graph: Any) -> Callable[[], int]:
     `MissingCapabilityError` for a platform that does not tell."""
     if isinstance(graph, TapeGraph):
         return lambda: graph.steps_so_far
-    if platform.device_type != "cuda":
+    from graphrt.cuda.driver.api import captured_nodes, driver_available
+
+    if platform.device_type != "cuda" or not driver_available():
         raise MissingCapabilityError(
             "this platform does not tell the kernels of its graphs",
             got=platform.name,
-            expected="cuda or cpu",
+            expected="an NVIDIA GPU, or the CPU",
             advice="run the same forward there",
         )
-    import torch
-
-    from graphrt.cuda.driver.api import captured_nodes
-
     stream = torch.cuda.current_stream().cuda_stream
     return lambda: captured_nodes(stream) or 0
 

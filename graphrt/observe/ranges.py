@@ -226,7 +226,7 @@ class _Found:
             for each in self._events
             if str(each.get("name", "")).startswith(_LAUNCHES)
         }
-        groups: dict[object, list[Event]] = defaultdict(list)
+        groups: dict[tuple[object, object], list[Event]] = defaultdict(list)
         for event in self._events:
             args = event.get("args") or {}
             if event.get("cat") == "kernel" and args.get("correlation") in launches:
