@@ -11,6 +11,7 @@
 - `with ranges(runner): runner.capture()`, later `annotate("profile.json", runner)`: the modules and
   ranges of each kernel of a replay, in a trace of torch's profiler.
 - `print(layers(runner, Batch(8)))`: milliseconds of each layer of a replay.
+- `runner.verify(nan=True)`, `GraphOptions(find_nan=True)`: the operator that makes a NaN.
 - `explain(forward, inputs)`: what keeps a forward out of graphs, and how much faster they are.
 
 Everything here reads a runner from outside; `graphrt.core` knows nothing of it. A step that is not
@@ -26,6 +27,7 @@ from graphrt.observe.findings import Finding
 from graphrt.observe.layers import LayerTime, LayerTimes, layers
 from graphrt.observe.memory import MemoryWatch
 from graphrt.observe.metrics import Histogram, Metrics, Reading
+from graphrt.observe.nans import NanError, NanWarning
 from graphrt.observe.pages.whole import page, write_page
 from graphrt.observe.ranges import Annotated, annotate, ranges
 from graphrt.observe.report import findings, report_text
@@ -41,6 +43,8 @@ __all__ = [
     "LayerTimes",
     "MemoryWatch",
     "Metrics",
+    "NanError",
+    "NanWarning",
     "Obstacle",
     "Reading",
     "Trace",
