@@ -51,8 +51,8 @@ _ALLOCATES = frozenset(f"aten::{name}" for name in _UNDEFINED)
 class NanError(VerificationError):
     """A step has returned a NaN; `op` and `source` are the operator that made it, and its line."""
 
-    def __init__(self, what: str, op: str | None, source: Source | None, **parts: Any) -> None:
-        self.op, self.source = op, None if source is None else str(source)
+    def __init__(self, what: str, *, op: str | None, source: str | None, **parts: Any) -> None:
+        self.op, self.source = op, source
         super().__init__(what, **parts)
 
 
@@ -175,8 +175,8 @@ def error_of(origin: Origin | None, step: Step, where: str) -> NanError:
     if origin is None:
         return NanError(
             f"a step has returned a NaN, {where}; run eagerly on its live rows it returns none",
-            None,
-            None,
+            op=None,
+            source=None,
             got=str(step.batch),
             advice="runner.verify(...) compares both; or state that was not copied has changed",
         )
@@ -187,8 +187,8 @@ def error_of(origin: Origin | None, step: Step, where: str) -> NanError:
     at = origin.source or "an unknown line"
     return NanError(
         what,
-        origin.op,
-        origin.source,
+        op=origin.op,
+        source=None if origin.source is None else str(origin.source),
         got=f"{origin.op} at {at}",
         expected="numbers",
         advice="mend that line, or what its arguments come from",
