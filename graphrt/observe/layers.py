@@ -27,8 +27,8 @@ from typing import Any
 
 import torch
 
-from graphrt._measure import _step_of
-from graphrt._runner import GraphRunner, _checks_for
+from graphrt._measure import step_of
+from graphrt._runner import GraphRunner, checks_for
 from graphrt.core.base import tree
 from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base.errors import CaptureError, InvalidOptionError, ResourceExhaustedError
@@ -147,7 +147,7 @@ def _second(runner: GraphRunner[Any]) -> Runner[Any]:
     # As much as is known of outputs: to release the second graph forgets its own.
     setup.outputs = copy.deepcopy(setup.outputs)
     setup.wrappers = setup._wrappers()
-    return Runner(setup, _checks_for(setup))
+    return Runner(setup, checks_for(setup))
 
 
 @undoing
@@ -176,7 +176,7 @@ def _timed(
         )
     prepared = graphs.steps[dispatch.slot]
     assert prepared is not None
-    step = _step_of(executor, dispatch)
+    step = step_of(executor, dispatch)
     if values:
         checked = dict(executor.inputs.declared.check(values, None, None))
         resolved = executor.updates_of(updates)

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -35,12 +35,9 @@ from graphrt.core.replay.pool import in_turn
 from graphrt.core.replay.recording import is_inside_capture, under_way
 from graphrt.core.runner.contract import Step
 from graphrt.core.runner.executor import StepExecutor
-from graphrt.trust.reads import ReadSet
-from graphrt.trust.snapshot import StateSnapshot
-from graphrt.trust.trials import watched
-from graphrt.trust.watching.rows import WHOLE, Rows, overwrites
-from graphrt.trust.watching.watch import Watch
-from graphrt.trust.watching.writes import Region
+
+if TYPE_CHECKING:
+    from graphrt.trust.watching.writes import Region
 
 _MOST_WAITING = 16
 """Steps whose outputs the device has not tested yet; of more the oldest is waited for."""
@@ -102,6 +99,8 @@ class _Origins(ThreadMode):
         return None if noted is None else noted[1]
 
     def handle(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        from graphrt.trust.watching.rows import overwrites
+
         facts = facts_of(func)
         given = tree.tensors(args, kwargs)
         targets = [*written(facts, args, kwargs)]
@@ -137,6 +136,13 @@ def first_nan(
     """The origin of the NaN that an eager run of a step's live rows returns; None if it returns
     none. State is put back. `writes` is told what the run was about to write."""
     setup, inputs = executor.graphs.setup, executor.inputs
+    # First: it says so by name where graphrt.trust is left out.
+    checks: Any = executor.graphs.checks
+    reads = (checks if checks.tried_by is None else checks.tried_by()).reads
+    from graphrt.trust.snapshot import StateSnapshot
+    from graphrt.trust.trials import watched
+    from graphrt.trust.watching.watch import Watch
+
     batch, reqs = step.batch, reqs_of(inputs, step.batch, step.values)
     executor.pool.streams.follow()
     views = unseen(partial(inputs.copies, step.values, batch.num_tokens, reqs))
@@ -144,7 +150,6 @@ def first_nan(
     platform = setup.pool.platform
     limit = setup.options.state_limit(platform)
     state = StateSnapshot(platform.device_type, limit, setup.host.state, sums=False)
-    reads = getattr(executor.graphs.checks, "reads", None) or ReadSet(setup.forward, watched=True)
     state.reach(reads.places())
     watch = Watch(frozenset(names), state.memory, generators=state.generators, compared=False)
     origins = _Origins(names, inf=inf)
@@ -216,7 +221,7 @@ def verified(runner: Any, verify: Callable[[], Any], step: tuple[Any, ...], *, i
 # While steps run ---------------------------------------------------------------------------------
 
 
-Saved = tuple[Region, torch.Tensor]
+Saved: TypeAlias = "tuple[Region, torch.Tensor]"
 """Memory, and what was in it."""
 
 
@@ -233,6 +238,9 @@ class _Writes:
 
     def note(self, regions: Iterable[Region], views: Mapping[str, torch.Tensor]) -> None:
         """Note the regions of a run on these inputs."""
+        from graphrt.trust.watching.rows import WHOLE
+        from graphrt.trust.watching.writes import Region
+
         seen = set[object]()
         for region in regions:
             tensor = region.tensor()
@@ -250,6 +258,9 @@ class _Writes:
 
     def saved(self, step: Step) -> list[Saved]:
         """Copies of what a step is about to write."""
+        from graphrt.trust.watching.rows import Rows
+        from graphrt.trust.watching.writes import Region
+
         saved = [(region, region.read()) for region in self._whole]
         for region, name in self._rows:
             tensor = region.tensor()

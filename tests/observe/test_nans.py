@@ -55,6 +55,15 @@ def test_verify_names_the_first_operator_that_makes_a_nan_and_its_line():
     assert not runner.verify(x=zeros_in_row(2)).isfinite().all()
 
 
+def test_a_runner_without_checks_finds_it_too():
+    runner = runner_of(divided, check="off", find_nan=True, strict=True)
+    with pytest.raises(NanError, match=r"aten\.div\.Tensor"):
+        runner.verify(x=zeros_in_row(2), nan=True)
+    runner(x=zeros_in_row(2))
+    with pytest.raises(NanError, match=r"aten\.div\.Tensor"):
+        runner(x=torch.ones(4, 4))
+
+
 def test_padding_of_zeros_is_no_nan_of_the_step():
     runner = runner_of(divided)
     assert runner.verify(x=torch.ones(3, 4), nan=True).shape == (3, 4)
