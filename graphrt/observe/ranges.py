@@ -309,7 +309,7 @@ def _by_number(graph: _Graph, group: Sequence[Event]) -> list[Stack] | None:
     }
     found = []
     for event in group:
-        number = event["args"].get("graph node id")
+        number = (event.get("args") or {}).get("graph node id")
         stack, names = stacks.get(number and number & 0xFFFFFFFF, ((), frozenset[str]()))
         if not number or event["name"] not in names:
             return None
@@ -322,7 +322,11 @@ def _by_order(graph: _Graph, group: Sequence[Event]) -> list[Stack] | None:
     streams."""
     is_same = graph.in_order and len(group) == len(graph.kernels)
     for kernel, event in zip(graph.kernels, group, strict=False) if is_same else ():
-        if event["name"] not in kernel.names:
+        # A driver before CUDA 12.3 tells no names.
+        is_it = (
+            event["name"] in kernel.names if kernel.names else _launch_of(event) == kernel.launch
+        )
+        if not is_it:
             return None
     return graph.stacks if is_same else None
 
@@ -346,8 +350,12 @@ def _by_name(graph: _Graph, group: Sequence[Event]) -> list[Stack] | None:
 
 def _same_launches(graph: _Graph, group: Sequence[Event]) -> bool:
     """Whether kernels have the grids and blocks of a graph, in any order."""
-    launches = [(*e["args"].get("grid", ()), *e["args"].get("block", ())) for e in group]
-    return sorted(launches) == sorted(kernel.launch for kernel in graph.kernels)
+    return sorted(map(_launch_of, group)) == sorted(kernel.launch for kernel in graph.kernels)
+
+
+def _launch_of(event: Event) -> tuple[int, ...]:
+    args = event.get("args") or {}
+    return (*args.get("grid", ()), *args.get("block", ()))
 
 
 def _slices(

@@ -13,6 +13,8 @@ from torch.profiler import profile, record_function
 from graphrt import GraphOptions, GraphRunner, InputSpec, eager_break
 from graphrt.core.base.errors import InvalidOptionError
 from graphrt.observe import annotate, ranges
+from graphrt.observe.nodes import Kernel
+from graphrt.observe.ranges import _Found, _Graph
 
 ORIGINALS = torch.nn.Module.__call__, record_function.__enter__, record_function.__exit__
 
@@ -190,6 +192,57 @@ def test_graphs_that_nobody_noted_are_refused(tmp_path: Path):
         annotate(tmp_path / "no.json", runner)
     with pytest.raises(InvalidOptionError, match="no Chrome trace"):
         annotate({"a": 1}, runner)
+
+
+def _graph(names: list[str], *, in_order: bool = True, numbers: bool = False) -> _Graph:
+    kernels = [
+        Kernel(
+            frozenset([name] if name else ()), (at, 1, 1, 32, 1, 1), at, at + 1 if numbers else None
+        )
+        for at, name in enumerate(names)
+    ]
+    return _Graph("FULL [1]", kernels, [(f"m{at}",) for at in range(len(names))], in_order, 0)
+
+
+def _launch(names: list[str], order: list[int], graph_of: int = 7) -> list[dict[str, Any]]:
+    """The events of a launch whose kernels ran in this order."""
+    call = {"name": "cudaGraphLaunch", "cat": "cuda_runtime", "args": {"correlation": 3}}
+    return [call] + [
+        {
+            "ph": "X", "cat": "kernel", "name": names[at], "pid": 0, "tid": 7, "ts": when, "dur": 1,
+            "args": {
+                "correlation": 3, "device": 0, "grid": [at, 1, 1], "block": [32, 1, 1],
+                "graph node id": (graph_of << 32) | (at + 1),
+            },
+        }
+        for when, at in enumerate(order)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("names", "graph", "order", "found", "unsure"),
+    [
+        ("aba", _graph([*"aba"]), [0, 1, 2], ["m0", "m1", "m2"], 0),
+        # Another stream ran first: numbers tell, names only guess.
+        ("aba", _graph([*"aba"], in_order=False, numbers=True), [2, 0, 1], ["m2", "m0", "m1"], 0),
+        ("aba", _graph([*"aba"], in_order=False), [2, 0, 1], ["m0", "m2", "m1"], 3),
+        # The driver tells no names.
+        ("aba", _graph(["", "", ""]), [0, 1, 2], ["m0", "m1", "m2"], 0),
+        ("abc", _graph([*"aba"]), [0, 1, 2], [], 0),
+        ("ab", _graph([*"aba"]), [0, 1], [], 0),
+    ],
+)
+def test_kernels_of_a_device_are_found_by_number_order_or_name(
+    names: str, graph: _Graph, order: list[int], found: list[str], unsure: int
+):
+    events = _launch([*names], order)
+    search = _Found(events)
+    search.on_device([graph])
+    ranges_found = [
+        e["args"]["graphrt ranges"][0] for e in events if "graphrt ranges" in e.get("args", ())
+    ]
+    told = search.result()
+    assert (ranges_found, told.unsure, told.unknown) == (found, unsure, int(not found))
 
 
 @pytest.mark.cuda
