@@ -76,7 +76,7 @@ def _ends_of(published: Collection[Dispatch]) -> list[Dispatch]:
 def _times_of(executor: StepExecutor, undo: Undo, dispatch: Dispatch) -> tuple[float, float]:
     """The seconds of an eager run and of a step by the graph, state and numbers put back."""
     graphs = executor.graphs
-    step, prepared = _step_of(executor, dispatch), graphs.steps[dispatch.slot]
+    step, prepared = step_of(executor, dispatch), graphs.steps[dispatch.slot]
     assert prepared is not None
     synchronize = graphs.setup.pool.platform.synchronize
     watch = graphs.checks.runs(graphs.setup)
@@ -134,7 +134,7 @@ def _are_settled(times: Mapping[str, list[float]]) -> bool:
     return all(second <= 1.2 * first for first, second in fastest)
 
 
-def _step_of(executor: StepExecutor, dispatch: Dispatch) -> Step:
+def step_of(executor: StepExecutor, dispatch: Dispatch) -> Step:
     """A step of this graph: the host's example, else rows of padding."""
     graphs = executor.graphs
     prepared, setup = graphs.steps[dispatch.slot], graphs.setup

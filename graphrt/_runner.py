@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 from graphrt.core.base.errors import MissingCapabilityError
 from graphrt.core.runner.runner import R, Runner
@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack  # in typing from Python 3.11 on
 
     from graphrt._pacing import Pace
+    from graphrt.core.batch.descriptor import Batch
     from graphrt.core.capture.options import GraphOptions
     from graphrt.core.device.platform import Platform
+    from graphrt.core.inputs.buffers import InputSlot
     from graphrt.core.inputs.outputs import OutputAxes
     from graphrt.core.inputs.spec import Inputs
     from graphrt.core.plan.plan import Plan, PlanArguments
@@ -72,7 +74,44 @@ class GraphRunner(Runner[R]):
         setup = RunnerSetup(
             forward, plan, inputs, outputs, host, options, platform, pool, device, arguments
         )
-        super().__init__(setup, _checks_for(setup))
+        super().__init__(setup, checks_for(setup))
+        if setup.options.find_nan:
+            from graphrt.observe.nans import NanWatch
+
+            self._run = NanWatch(self)
+
+    def verify(
+        self,
+        batch: Batch | InputSlot | torch.Tensor | None = None,
+        /,
+        *,
+        updates: Any = None,
+        metadata: Any = None,
+        nan: bool | Literal["inf"] = False,
+        **values: Any,
+    ) -> R:
+        """Try one step, given as to a call: by replay, and eagerly with the same padding, with
+        another one and without; returns clones of its live outputs, which the last eager run made.
+
+        State, random numbers and Python numbers are put back in between, so that they are advanced
+        once. Other effects (the writes of a KV cache too large to be saved) happen several times,
+        with equal values. A step that by the plan runs eagerly is run once. With `nan` a NaN in the
+        outputs is a `graphrt.observe.NanError`, which names the first operator that made one, with
+        its line; "inf": infinities too.
+
+        Raises `VerificationError` for what differs, naming the first operator that is another one
+        than at capture, and before the graph of the batch is captured: see
+        `docs/concepts/trust.md`.
+        """
+        verify: Callable[..., R] = super().verify
+        if not nan:
+            return verify(batch, updates=updates, metadata=metadata, **values)
+        from graphrt.observe.nans import verified
+
+        known, given = self._without_batch(batch, values)
+        again = partial(verify, batch, updates=updates, metadata=metadata, **values)
+        outputs: R = verified(self, again, (known, given, updates, metadata), inf=nan == "inf")
+        return outputs
 
     def capture_next(self, *, share: float | None = None) -> CaptureProgress:
         """Capture one of the graphs that are missing, between two steps; seal after the last:
@@ -122,7 +161,7 @@ class GraphRunner(Runner[R]):
         super()._capture(progress, first)
 
 
-def _checks_for(setup: RunnerSetup) -> StepChecks:
+def checks_for(setup: RunnerSetup) -> StepChecks:
     """The checks of a runner, by its level. At `off` nothing of `graphrt.trust` is imported before
     `verify()`."""
     if setup.options.checks("capture"):

@@ -74,6 +74,20 @@ class TapeGraph:
         """How many operators a replay issues."""
         return len(self._steps) + len(self._restores)
 
+    @property
+    def steps_so_far(self) -> int:
+        """How many steps the open capture has recorded."""
+        return len(self._open_capture().tape.steps)
+
+    @property
+    def issued(self) -> list[list[str]]:
+        """The operators that a replay issues for each step, as profilers call them."""
+        return [
+            ["aten::copy_"] * (step.lowered.kind in ("copy_", "constant"))
+            or [step.op.name, *["aten::copy_"] * len(step.lowered.copies)]
+            for step in self._steps
+        ]
+
     # Capture ----------------------------------------------------------------------------------
 
     def capture_begin(self, arena: Arena) -> None:

@@ -68,6 +68,11 @@ cublaslt_workspace_bytes: Callable[[], int] | None = NAMES.take(
     build="cuda",
 )
 
+demangle: Callable[[str], str] | None = NAMES.take(
+    "torch._C._demangle",
+    without="kernels of graphs are not found by their names in a profiler's trace",
+)
+
 Wait = Callable[..., None]
 
 

@@ -28,4 +28,4 @@ def test_the_code_of_the_observing_page_runs_and_prints_as_documented(
         printed = textwrap.indent(capsys.readouterr().out, "    ", lambda line: bool(line.strip()))
         assert without_times(printed) in without_times(text)
     made = {path.name for path in tmp_path.iterdir()}
-    assert made == {"run.json", "run.html", "trace.json"}
+    assert made == {"run.json", "run.html", "trace.json", "profile.json"}

@@ -62,6 +62,8 @@ class GraphOptions:
       sixteenth of the device's free memory, and at least 64 MiB.
     - `inputs_in_graph` (True): graphs fetch a step's inputs themselves, where the platform can;
       else they are copied before.
+    - `find_nan` (False): look for NaN in the outputs of steps, and name the operator that made it;
+      "inf": for infinities too. Steps take longer. See `docs/how-to/observing.md`.
 
     Values are checked when the options are made; raises `InvalidOptionError`.
     """
@@ -78,6 +80,7 @@ class GraphOptions:
     inputs_in_graph: bool = True
     max_graphs: int | None = None
     graph_bytes: int | None = None
+    find_nan: bool | Literal["inf"] = False
 
     def __post_init__(self) -> None:
         option_values.check_fields(self, _CHECKS)
@@ -156,6 +159,9 @@ _CHECKS: dict[str, option_values.Check] = {
     "inputs_in_graph": option_values.flag,
     "max_graphs": option_values.optional(option_values.whole(1, 64)),
     "graph_bytes": option_values.optional(option_values.whole(1, 1 << 30)),
+    "find_nan": lambda key, value: (
+        value if isinstance(value, bool) else option_values.choice("inf")(key, value)
+    ),
 }
 
 

@@ -35,7 +35,7 @@ _NOT_THE_USERS = (
     # Not all of graphrt: the demo and the conformance suite are users of it.
     *(
         str(_GRAPHRT / part) + os.sep
-        for part in ("core", "trust", "cpu", "cuda", "ascend", "accelerator", "compile")
+        for part in ("core", "trust", "cpu", "cuda", "ascend", "accelerator", "compile", "observe")
     ),
     *(str(_GRAPHRT / f"_{name}.py") for name in ("graphed", "measure", "runner")),
     "<",

@@ -147,3 +147,28 @@ def function_of(parameters: KernelParameters) -> int | None:
     function = ctypes.c_void_p()
     status = need().cuKernelGetFunction(ctypes.byref(function), pointer(parameters.kernel))
     return None if status else function.value
+
+
+def function_name(function: int) -> str | None:
+    """The mangled name of a kernel; None if the driver does not tell, as before CUDA 12.3."""
+    ask, name = getattr(need(), "cuFuncGetName", None), ctypes.c_char_p()
+    if ask is None or ask(ctypes.byref(name), pointer(function)) or name.value is None:
+        return None
+    return name.value.decode(errors="replace")
+
+
+def tools_id(node: int) -> int | None:
+    """The number of a node by which profilers call it in each executable of its template; None
+    if the driver does not tell, as before CUDA 13.1."""
+    ask, number = getattr(need(), "cuGraphNodeGetToolsId", None), ctypes.c_ulonglong(0)
+    if ask is None or ask(pointer(node), ctypes.byref(number)):
+        return None
+    return number.value & 0xFFFFFFFF  # above are the bits of the template
+
+
+def child_graph(node: int) -> int:
+    """The template of a child graph, which its node owns."""
+    graph = ctypes.c_void_p()
+    status = need().cuGraphChildGraphNodeGetGraph(pointer(node), ctypes.byref(graph))
+    check("cuGraphChildGraphNodeGetGraph", status)
+    return graph.value or 0

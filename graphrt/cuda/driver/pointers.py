@@ -13,13 +13,14 @@ import ctypes
 from collections.abc import Iterable, Sequence
 
 from graphrt.core.device.contract import GraphPointers
-from graphrt.cuda.driver.api import DriverError, check, need, pointer
+from graphrt.cuda.driver.api import DriverError
 from graphrt.cuda.driver.nodes import (
     CHILD,
     KERNEL,
     MEMORY_NAMES,
     KernelParameters,
     argument_sizes,
+    child_graph,
     function_of,
     kernel_parameters,
     memory_parameters,
@@ -51,7 +52,7 @@ def pointers_of(graph: int) -> GraphPointers:
         try:
             kind = node_type(node)
             if kind == CHILD:
-                pending += nodes_of(_child(node))
+                pending += nodes_of(child_graph(node))
                 continue
             words = scan.words(node, kind)
         except DriverError:
@@ -144,11 +145,3 @@ def _of_packed(extra: int) -> Sequence[int] | None:
 
 def _word_at(address: int) -> int:
     return ctypes.c_uint64.from_address(address).value
-
-
-def _child(node: int) -> int:
-    """The template of a child graph, which its node owns."""
-    graph = ctypes.c_void_p()
-    status = need().cuGraphChildGraphNodeGetGraph(pointer(node), ctypes.byref(graph))
-    check("cuGraphChildGraphNodeGetGraph", status)
-    return graph.value or 0

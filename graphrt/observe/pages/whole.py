@@ -22,6 +22,7 @@ from graphrt.core.runner.report import RunnerReport, gain_of
 from graphrt.observe.figures import in_its_words
 from graphrt.observe.files import Run, runs_of
 from graphrt.observe.findings import findings_of
+from graphrt.observe.layers import LayerTimes
 from graphrt.observe.memory import taken_and_predicted
 from graphrt.observe.pages.parts import (
     Cell,
@@ -45,9 +46,12 @@ Figures = Mapping[str, Any]
 
 
 def page(
-    *reports: RunnerReport | Mapping[str, Any] | str | os.PathLike[str], title: str = "graphrt run"
+    *reports: RunnerReport | Mapping[str, Any] | str | os.PathLike[str],
+    title: str = "graphrt run",
+    times: Sequence[LayerTimes] = (),
 ) -> str:
-    """HTML of reports, of their plain data, or of files of them; two runs are compared.
+    """HTML of reports, of their plain data, or of files of them; two runs are compared. `times` are
+    results of `layers`, each of which gets a table.
 
     Raises `InvalidOptionError` for anything but reports.
     """
@@ -56,6 +60,7 @@ def page(
     parts = [*_compared(*runs)] if len(runs) == 2 else []
     for number, run in enumerate(runs):
         parts += _run(run, f"r{number}", alone=len(runs) == 1)
+    parts += map(_layers, times)
     named = [_mode_and_device(runs[0].figures)] if len(runs) == 1 else [run.label for run in runs]
     heading = f"{title}: {' and '.join(named)}"
     return (
@@ -75,10 +80,11 @@ def write_page(
     path: str | os.PathLike[str],
     *reports: RunnerReport | Mapping[str, Any] | str | os.PathLike[str],
     title: str = "graphrt run",
+    times: Sequence[LayerTimes] = (),
 ) -> None:
-    """Write `page(*reports)` to a file, which needs no other file. Raises `InvalidOptionError` if
-    it cannot be written, or is a link."""
-    write_whole(path, page(*reports, title=title), what="the page")
+    """Write `page(*reports, times=)` to a file, which needs no other file. Raises
+    `InvalidOptionError` if it cannot be written, or is a link."""
+    write_whole(path, page(*reports, title=title, times=times), what="the page")
 
 
 def _mode_and_device(figures: Figures) -> str:
@@ -251,6 +257,23 @@ def _times(run: Run) -> str:
         + table("Time of a step over its size", heads, rows, sortable=True)
         + rest
     )
+
+
+def _layers(times: LayerTimes) -> str:
+    """The table of the layers of one graph."""
+    total = times.total_ms or 1.0
+    rows = [
+        [
+            Cell(row.name, at, "mono"),
+            Cell(css="wide", bar=[("live", row.ms / total, f"{row.ms:.4f} ms")]),
+            Cell(f"{row.ms:.4f} ms", row.ms, "n"),
+            Cell(f"{row.ms / total:.0%}", row.ms / total, "n"),
+        ]
+        for at, row in enumerate(times.rows)
+    ]
+    title = f"Layers of a replay of {times.graph}: {times.total_ms:.4f} ms"
+    heads = [("Module", ""), ("", "wide"), ("Time", "n"), ("Share", "n")]
+    return f"<h2>{escaped(title)}</h2>" + table(title, heads, rows, sortable=True)
 
 
 def _kind(graph: Figures) -> str:
