@@ -222,3 +222,31 @@ def test_an_announced_switch_of_peft_gives_no_wrong_step(name: str):
     assert reasons_of(runner, model, 40) == {Reason.QUARANTINED}
     runner.recapture(only_outdated=True)
     assert reasons_of(runner, model, 40) == {Reason.HIT}
+
+
+@pytest.mark.filterwarnings("error::graphrt.errors.GraphQuarantinedWarning")
+def test_adapters_swapped_in_place_by_peft_are_served_by_one_graph():
+    hotswap = pytest.importorskip("peft.utils.hotswap", reason="peft is not installed")
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+
+    def with_one(rank: int, alpha: int) -> Any:
+        torch.manual_seed(0)
+        config = lora(r=rank, lora_alpha=alpha)
+        return peft.get_peft_model(Net(), config, adapter_name="one").eval()
+
+    others = [with_one(4, 8), with_one(8, 4), with_one(2, 16)]
+    model = with_one(4, 8)
+    hotswap.prepare_model_for_compiled_hotswap(model, target_rank=8)
+    runner = captured(model)
+    for step in range(30):
+        other = others[step % 3]
+        for weight in (each for name, each in other.named_parameters() if "lora" in name):
+            weight.normal_()
+        state = {name: each for name, each in other.state_dict().items() if "lora" in name}
+        config = other.peft_config["one"]
+        hotswap.hotswap_adapter_from_state_dict(model, dict(state), "one", config=config)
+        x = torch.randn(1 + step % 4, WIDTH)
+        torch.testing.assert_close(
+            runner(Batch(len(x)), x=x).clone(), other(x), rtol=1e-3, atol=1e-3
+        )
+        assert runner.last_dispatch is not None and runner.last_dispatch.reason is Reason.HIT

@@ -18,6 +18,8 @@ from graphrt.trust.places.slots import Place
 MOST = 8
 """Sets of active adapters that have graphs at a time."""
 
+_OF_LAYERS = ("adapter_layer_names", "other_param_names", "merged_adapters")
+"""Attributes of the classes of PEFT's layers, also of those that only stand around a module."""
 _MORE_TABLES = ("lora_variant", "frozen_peft_weight_names")
 """Tables that PEFT's layers do not list."""
 _SWITCHES = ("_active_adapter", "_disable_adapters")
@@ -37,8 +39,18 @@ class Adapters:
         self._known = {id(each): (each, frozenset(each)) for each in tables}
         # id of its `__dict__` -> a layer that runs its base alone.
         self._idle = {id(vars(each)): each for each in self._layers if _active_in(each) is None}
+        # Each layer, and its tables of weights.
+        self._weights = [(each, [*filter(_has_weights, _tables(each))]) for each in self._layers]
+        self._was = self._now()
         self.saw_idle = False
         """Whether something has changed that no step reads."""
+
+    def are_same(self) -> bool:
+        """Whether the same adapters are active as at the beginning: fast enough for each call."""
+        return self._now() == self._was
+
+    def _now(self) -> list[tuple[Any, ...]]:
+        return [_seen_in(layer, tables) for layer, tables in self._weights]
 
     def active(self) -> Hashable:
         """What steps run of them: for each layer with active or merged adapters the names, and
@@ -75,8 +87,7 @@ class Adapters:
 
 
 def _is_layer(module: object) -> bool:
-    names = getattr(type(module), "adapter_layer_names", None)
-    return isinstance(module, nn.Module) and isinstance(names, tuple)
+    return isinstance(module, nn.Module) and all(hasattr(type(module), each) for each in _OF_LAYERS)
 
 
 def _base_of(layer: Any) -> object:
@@ -86,6 +97,12 @@ def _base_of(layer: Any) -> object:
 def _active_names(layer: Any) -> tuple[str, ...]:
     names = layer._active_adapter
     return (names,) if isinstance(names, str) else tuple(names)
+
+
+def _seen_in(layer: Any, tables: list[dict[str, Any]]) -> tuple[Any, ...]:
+    names = _active_names(layer)
+    items = [id(table.get(name)) for table in tables for name in names]
+    return names, layer._disable_adapters, *layer.merged_adapters, *items
 
 
 def _active_in(layer: Any) -> tuple[Any, ...] | None:
@@ -98,6 +115,10 @@ def _active_in(layer: Any) -> tuple[Any, ...] | None:
     held = [table[name] for table in tables for name in names if name in table]
     items = frozenset(id(each) for each in held if isinstance(each, nn.Module | torch.Tensor))
     return id(layer), names, merged, items
+
+
+def _has_weights(table: dict[str, Any]) -> bool:
+    return any(isinstance(each, nn.Module | torch.Tensor) for each in table.values())
 
 
 def _tables(layer: Any) -> Iterator[dict[str, Any]]:

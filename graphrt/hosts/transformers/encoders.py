@@ -135,9 +135,8 @@ class EncoderGraphs(Seam):
 
     def _look(self, model: SameModel) -> Look:
         # After a change all is looked at: the next share alone may have none.
-        captured = self._captured
-        switched = captured is not None and captured.adapters.active() != captured.active
-        return model.look() if self._changed or switched else model.look_at_share(self._shares)
+        has_changed = self._captured is None or not self._captured.adapters.are_same()
+        return model.look() if self._changed or has_changed else model.look_at_share(self._shares)
 
     def _why_eager(self, call: Mapping[str, Any]) -> tuple[str | None, int]:
         """Why a call is not served, None if it is; and the length of its graphs."""
