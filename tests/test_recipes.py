@@ -14,10 +14,15 @@ from graphrt import Batch, GraphMode, GraphRunner, Reason
 from tests.test_readme import blocks
 
 
-def names_of(page: str) -> dict[str, Any]:
-    block, *_ = blocks(page)
+def all_names_of(page: str) -> dict[str, Any]:
     names: dict[str, Any] = {}
-    exec(compile(block.code, page, "exec"), names)
+    for block in blocks(page):
+        exec(compile(block.code, page, "exec"), names)
+    return names
+
+
+def names_of(page: str) -> dict[str, Any]:
+    names = all_names_of(page)
     names["keys"][1:].normal_()
     names["values"][1:].normal_()
     return names
@@ -140,3 +145,50 @@ def test_the_longest_context_picks_the_kernel_and_tokens_are_those_of_eager(
         for row, length, query, got in zip(rows, lens, qkv[:, :1], out, strict=True):
             context = (names[each][row, :length, None] for each in ("keys", "values"))
             torch.testing.assert_close(got[None, None], alone(query[:, None], *context))
+
+
+# Encoders packed by a budget ----------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("error::graphrt.errors.GraphQuarantinedWarning")
+def test_pictures_and_videos_of_random_sizes_packed_into_buckets_are_those_alone(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    monkeypatch.setenv("GRAPHRT_PLATFORM", "cpu")
+    names, chosen = all_names_of("docs/how-to/encoders.md"), random.Random(0)
+    tower, runner = names["tower"], names["runner"]
+    with torch.no_grad():
+        # Initial weights are too small for one picture to show in another.
+        for weight in tower.parameters():
+            if weight.dim() > 1:
+                weight.normal_(std=weight.flatten(1).shape[1] ** -0.5)
+        for step in range(30):
+            sides = [1 + chosen.randrange(2 if step % 5 == 0 else 1) for _ in range(2)]
+            grids = torch.tensor(
+                [[each, *(2 * chosen.randint(1, 5) for _ in range(2))] for each in sides]
+            )
+            pixels = [torch.randn(int(grid.prod()), names["PATCH"]) for grid in grids]
+            inputs, back = names["inputs_of"](torch.cat(pixels), grids)
+            tower.config._attn_implementation = "flash_by_ends"
+            ends = inputs["pictures"]
+            ours = runner(Batch(len(back), len(ends) - 1), **inputs)[back]
+            assert runner.last_dispatch.reason is (
+                Reason.HIT if len(back) <= 64 else Reason.TOO_LARGE
+            )
+            tower.config._attn_implementation = "sdpa"
+            theirs = [tower(p, g[None]).pooler_output for p, g in zip(pixels, grids, strict=True)]
+            torch.testing.assert_close(ours, torch.cat(theirs), rtol=1e-3, atol=1e-4)
+
+
+def test_packing_puts_each_picture_into_one_batch_within_the_budget():
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    packed = all_names_of("docs/how-to/encoders.md")["packed"]
+    chosen = random.Random(0)
+    for _ in range(50):
+        sides = [[2 * chosen.randint(1, 8) for _ in range(2)] for _ in range(chosen.randint(1, 9))]
+        grids = torch.tensor([[1, *each] for each in sides])
+        batches = packed(grids)
+        assert sorted(index for batch in batches for index in batch) == [*range(len(grids))]
+        tokens = [int(grids[batch].prod(1).sum()) // 4 for batch in batches]
+        assert all(each <= 64 for each in tokens) and all(len(batch) <= 4 for batch in batches)

@@ -32,7 +32,7 @@ from graphrt.core.runner.findings import TensorUse, UnknownMemory
 from graphrt.core.runner.weights import NamedWeights, refuse_moved
 from graphrt.trust.glances import Read
 from graphrt.trust.host_watch import HostWatch
-from graphrt.trust.places.slots import call
+from graphrt.trust.places.slots import Place, call
 from graphrt.trust.places.walk import Places, places_of, where_is
 from graphrt.trust.watching.pointers import address_of, unknown_memory
 from graphrt.trust.watching.watch import Use, Watch
@@ -201,17 +201,33 @@ class ReadSet:
     def stale_kinds(self) -> set[Hashable] | None:
         """The kinds of graphs that read what has moved; None if it may be any."""
         kinds = set[Hashable]()
-        for each in self.moved(self.walk()):
-            if not self.may_stay(each.key):
-                _, use = self._held.get(each.key or 0, (None, None))
-                if use is None or not use.kinds or self.saw_compiled_code:
-                    return None
-                kinds |= use.kinds
+        for each in self._stale(self.walk()):
+            _, use = self._held.get(each.key or 0, (None, None))
+            if use is None or not use.kinds or self.saw_compiled_code:
+                return None
+            kinds |= use.kinds
         return kinds
 
     def stale_paths(self, places: Places) -> list[str]:
         """The paths of what has moved, and with which graphs may not go on."""
-        return [each.place.path for each in self.moved(places) if not self.may_stay(each.key)]
+        return [each.place.path for each in self._stale(places)]
+
+    def _stale(self, places: Places) -> list[Read]:
+        stale = [each for each in self.moved(places) if not self.may_stay(each.key)]
+        if stale:
+            # A layer that is wrapped, as for an adapter, keeps its tensors one name deeper. Trials
+            # show whether graphs may go on.
+            homes: dict[object, list[Place]] = {}
+            for place, held in (*places.tensors, *places.packed):
+                homes.setdefault(_memory_of(held), []).append(place)
+            taken = {place.path for each in homes.values() for place in each}
+            stale = [
+                each
+                for each in stale
+                if each.place.path in taken
+                or not any(_wraps(each.place, home) for home in homes.get(each.was, ()))
+            ]
+        return stale
 
     def is_scratch(self, key: int | None) -> bool:
         """Whether graphs fill this memory before they read it."""
@@ -328,6 +344,12 @@ def keys_at(places: Places | None, paths: Collection[str]) -> dict[str, int]:
     """path -> the key of the memory that a walk has found there."""
     keyed = () if places is None else places.keyed
     return {place.path: key for place, _, key in keyed if place.path in paths}
+
+
+def _wraps(one: Place, other: Place) -> bool:
+    """Whether one of two places is the same attribute of an object below the other's."""
+    outer, inner = sorted((one.path, other.path), key=len)
+    return one.label == other.label and inner.startswith(outer.removesuffix(one.label))
 
 
 def _memory_of(held: Any) -> object:

@@ -253,9 +253,16 @@ class RunnerChecks(Checks):
     # What is known --------------------------------------------------------------------------------
 
     def check_named(self, named: NamedWeights) -> list[str]:
-        # What compiled code reads no watched run shows.
+        # What compiled code reads no watched run shows. A wrapped layer's tensors have other names,
+        # which `reads` compares.
         moved, knows = named.moved(), not named.compiled
-        unread = [name for name, key in moved if knows and self.reads.is_unread(key)]
+        now = {name: tree.storage_key(tensor) for (_, name), tensor in named.now().items()}
+        keys = {*now.values()} - {None}
+        unread = [
+            name
+            for name, key in moved
+            if knows and (self.reads.is_unread(key) or (name not in now and key in keys))
+        ]
         refuse_moved([name for name, _ in moved if name not in unread])
         return unread
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -13,19 +14,28 @@ import torch.nn.functional as F
 from graphrt import (
     Batch,
     GraphMode,
+    GraphOptions,
     GraphPool,
     GraphRunner,
+    GraphWrapper,
     Host,
     InputSpec,
+    Reason,
     eager_break,
     get_platform,
 )
+from graphrt.core.replay.entry import graphs_of
+from graphrt.cuda.driver.nodes import KERNEL, kernel_attribute, node_type, nodes_of
+from graphrt.errors import CaptureError
 from graphrt.testing.conformance.base import FULL, PIECEWISE, ConformanceBase
+from tests.test_readme import blocks
 
 pytestmark = pytest.mark.cuda
 
 DEVICE = "cuda"
 MODULUS = 1_000_003
+PRIORITY = 8
+"""CU_LAUNCH_ATTRIBUTE_PRIORITY"""
 
 
 def capturing() -> bool:
@@ -138,6 +148,118 @@ class TestSideStreams(ConformanceBase):
                 for turn in range(6)
             ]
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(turns, eager, strict=True))
+
+    def priorities(self, wrapper: GraphWrapper) -> set[int]:
+        """The priorities of the kernels of a wrapper's only graph."""
+        (entry,) = wrapper.entries.values()
+        (graph,) = graphs_of(entry.parts)
+        nodes = nodes_of(graph.raw_cuda_graph())
+        told = [kernel_attribute(node, PRIORITY) for node in nodes if node_type(node) == KERNEL]
+        return {int.from_bytes(each[:4], "little", signed=True) for each in told if each}
+
+    def test_kernels_keep_the_priority_of_their_side_stream(self, pool: GraphPool) -> None:
+        side = torch.cuda.Stream(priority=-1)
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                doubled = x * 2
+            tripled = x * 3
+            torch.cuda.current_stream().wait_stream(side)
+            return doubled + tripled
+
+        wrapper = self.wrap(forward, FULL, pool)
+        x = self.tensor(1, 2, 3, 4)
+        self.capture(wrapper, FULL, x)
+        assert self.first(self.step(wrapper, FULL, x)) == [5, 10, 15, 20]
+        assert self.priorities(wrapper) == {0, -1}
+
+    def test_a_pool_made_under_a_stream_of_high_priority_captures_with_it(self) -> None:
+        with torch.cuda.stream(torch.cuda.Stream(priority=-1)):
+            pool = GraphPool(self.platform)
+        assert pool.stream.priority == -1
+        wrapper = self.wrap(lambda x: x * 2, FULL, pool)
+        x = self.tensor(1, 2, 3, 4)
+        self.capture(wrapper, FULL, x)
+        assert self.first(self.step(wrapper, FULL, x)) == [2, 4, 6, 8]
+        assert self.priorities(wrapper) == {-1}
+        pool.close()
+        other = GraphPool(self.platform)
+        assert other.stream.priority == 0
+        other.close()
+
+
+@pytest.mark.parametrize("name", ["streams", "adapters", "encoders"])
+def test_the_code_of_a_page_runs_on_a_gpu(name: str, tmp_path: Any) -> None:
+    """Where its code names the CPU it runs there."""
+    page, names = f"docs/how-to/{name}.md", dict[str, Any]()
+    for block in blocks(page):
+        if "import transformers" in block.code:
+            pytest.importorskip("transformers", reason="transformers is not installed")
+        if block.not_run is None:
+            exec(compile(block.code, page, "exec"), names)
+
+
+@pytest.mark.parametrize("check", ["capture", "always"])
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_a_shared_expert_on_a_side_stream_equals_eager_in_each_layer(mode: str, check: Any) -> None:
+    side = torch.cuda.Stream()
+    experts = [torch.nn.Linear(256, 256, device=DEVICE) for _ in range(8)]
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        main = torch.cuda.current_stream()
+        for routed, shared in zip(experts[::2], experts[1::2], strict=True):
+            side.wait_stream(main)
+            with torch.cuda.stream(side):
+                torch.cuda._sleep(200_000)  # a side stream that is behind
+                beside = torch.tanh(shared(x))
+            own = torch.tanh(routed(x))
+            main.wait_stream(side)
+            x = between(own + beside)
+        return x
+
+    with (
+        torch.no_grad(),
+        GraphRunner(
+            forward,
+            mode=mode,
+            sizes=[1, 2, 4, 8],
+            inputs={"x": InputSpec(torch.float32, ("tokens", 256))},
+            outputs=("tokens", 256),
+            platform=DEVICE,
+            options=GraphOptions(check=check),
+        ) as runner,
+    ):
+        runner.capture()
+        for step in range(24):
+            x = torch.randn(1 + step % 8, 256, device=DEVICE)
+            ours = runner(Batch(len(x)), x=x).clone()
+            assert runner.last_dispatch is not None
+            assert runner.last_dispatch.reason is Reason.HIT
+            torch.testing.assert_close(ours, forward(x), rtol=1e-3, atol=1e-3)
+
+
+def test_a_forgotten_join_names_the_line_of_its_fork_and_steps_go_on_eagerly() -> None:
+    side = torch.cuda.Stream()
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        side.wait_stream(torch.cuda.current_stream())  # the fork
+        with torch.cuda.stream(side):
+            beside = x * 2
+        return x + 1 + 0 * beside.shape[0]
+
+    with GraphRunner(
+        forward,
+        mode="FULL",
+        sizes=[2],
+        inputs={"x": InputSpec(torch.float32, ("tokens", 8))},
+        outputs=("tokens", 8),
+        platform=DEVICE,
+    ) as runner:
+        with pytest.raises(CaptureError, match="not joined") as caught:
+            runner.capture()
+        assert "the fork" in str(caught.value)
+        assert (runner(x=torch.ones(2, 8, device=DEVICE)) == 2).all()
 
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])

@@ -706,33 +706,6 @@ def test_changing_config_values_that_steps_do_not_read_keeps_replays(model, plai
     assert served(model) == (7, {})
 
 
-def test_a_peft_model_is_replayed_only_with_the_adapters_of_its_capture():
-    peft = pytest.importorskip("peft", reason="peft is not installed")
-
-    def adapted():
-        config = peft.LoraConfig(
-            target_modules=["q_proj", "v_proj"], init_lora_weights=False, lora_alpha=64
-        )
-        torch.manual_seed(1)
-        model = peft.get_peft_model(new_model("llama"), config)
-        torch.manual_seed(2)
-        model.add_adapter("other", config)
-        return model.eval()
-
-    tokens, plain = random_tokens(2, 6), adapted()
-    model = with_graphs(adapted(), max_batch=2, sizes=[2], max_len=32, strict=True)
-    for adapter, count in (("default", 7), ("other", 7), ("default", 14)):
-        plain.set_adapter(adapter)
-        model.set_adapter(adapter)
-        expected = plain.generate(input_ids=tokens, max_new_tokens=8, do_sample=False)
-        ours = model.generate(input_ids=tokens, max_new_tokens=8, do_sample=False)
-        assert torch.equal(ours, expected), adapter
-        assert served(model)[0] == count
-    with plain.disable_adapter(), model.disable_adapter():
-        assert torch.equal(generate(model, tokens), generate(plain, tokens))
-    assert served(model)[0] == 14
-
-
 def test_a_model_loaded_with_a_device_map_is_served(tmp_path):
     pytest.importorskip("accelerate", reason="accelerate is not installed")
     plain = new_model("llama")
@@ -876,7 +849,7 @@ def test_step_runs_eagerly_while_the_model_is_changed_and_replays_once_restored(
     assert steps == 2 and list(eager.values()) == [1]
 
 
-def test_a_loop_with_adapters_disabled_runs_eagerly():
+def test_a_loop_with_adapters_disabled_is_served_by_graphs_without_them():
     peft = pytest.importorskip("peft", reason="peft is not installed")
     config = peft.LoraConfig(target_modules=["q_proj", "up_proj"], init_lora_weights=False)
     torch.manual_seed(1)
@@ -888,7 +861,7 @@ def test_a_loop_with_adapters_disabled_runs_eagerly():
     theirs = logits_of_loop(plain, tokens, transformers.DynamicCache(), lambda model: None)
     torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
     steps, eager = served(model)
-    assert steps == 0 and list(eager.values()) == [3] and "recapture" in next(iter(eager))
+    assert (steps, eager) == (3, {})
 
 
 ONES = torch.ones(2, 6, dtype=torch.int64)

@@ -123,10 +123,10 @@ def upload(executable: int, stream: int) -> None:
     check("cuGraphUpload", status)
 
 
-def new_stream() -> int:
+def new_stream(priority: int) -> int:
     """A stream of the current device, which no work on the legacy default stream waits for."""
-    stream = ctypes.c_void_p()
-    check("cuStreamCreate", need().cuStreamCreate(ctypes.byref(stream), _NON_BLOCKING))
+    stream, create = ctypes.c_void_p(), need().cuStreamCreateWithPriority
+    check("cuStreamCreateWithPriority", create(ctypes.byref(stream), _NON_BLOCKING, priority))
     assert stream.value is not None
     return stream.value
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from graphrt.core.base.torch_names import global_hooks
+from graphrt.hosts.transformers.adapters import Adapters
 from graphrt.trust.places.slots import Place
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -37,15 +38,18 @@ TOKEN_IDS = frozenset({"bos_token_id", "decoder_start_token_id", "eos_token_id",
 _IGNORED = frozenset(
     {
         "._cached_continuous_batching_manager",
+        ".adapter_layer_names",
         "._previous_max_cache_length",
+        "._hf_peft_config_loaded",
         "._output_capturing_hooks_installed",
         ".generation_config",
+        ".peft_config",
         ".prepare_inputs_for_generation",
         ".rope_deltas",
     }
 )
-"""Attributes of modules that no step reads: `generate_batch` sets the first one, `generate` the
-last one, for the positions that it passes, and PEFT's prompt tuning those two before."""
+"""Attributes of modules that no step reads: `generate_batch` sets the first one, `generate` the last
+one, for the positions that it passes, and PEFT and its prompt tuning the others."""
 _OF_PROCESS = ("os.environ", "sys.argv")
 """Some code of transformers reads them, at its import or in a prompt."""
 _RECORDERS = "transformers.utils.output_capturing"
@@ -74,10 +78,14 @@ def _module_of(hook: object) -> str:
     return getattr(hook, "__module__", None) or ""
 
 
-def is_unread(place: Place, was: object, now: object, *, unread: frozenset[str]) -> bool:
+def is_unread(
+    place: Place, was: object, now: object, *, adapters: Adapters, unread: frozenset[str]
+) -> bool:
     """Whether no call that graphs serve reads what is at a place. `unread` are more names of a
     config that none reads."""
     if _RECORDERS in (_module_of(was), _module_of(now)) or _is_remade(place, was):
+        return True
+    if adapters.is_idle(place, was, now):
         return True
     at: Place | None = place
     while at is not None:

@@ -18,6 +18,7 @@ import torch
 
 from graphrt import GraphOptions, Reason
 from graphrt.core.base.log import logger
+from graphrt.core.runner.findings import Look
 from graphrt.errors import (
     CaptureError,
     GraphRTError,
@@ -25,6 +26,7 @@ from graphrt.errors import (
     ResourceExhaustedError,
     VerificationError,
 )
+from graphrt.hosts.same_model import SameModel
 from graphrt.hosts.transformers.buckets import Buckets, check_encoder, masks_of
 from graphrt.hosts.transformers.reports import ModelReport
 from graphrt.hosts.transformers.seam import NO_GRAPHS, Seam
@@ -58,7 +60,6 @@ class EncoderGraphs(Seam):
     ) -> None:
         super().__init__(model)
         self.max_batch, self.lengths = max_batch, lengths
-        self.buckets: Buckets | None = None
         self._sizes, self._options = sizes, options
         self._shares = -(-sum(1 for _ in model.modules()) // _LOOKED_AT)
         self._names = list(inspect.signature(self._forward).parameters)
@@ -66,7 +67,12 @@ class EncoderGraphs(Seam):
     def _methods(self) -> dict[str, Callable[..., Any]]:
         return {"forward": self._dispatch}
 
-    def _capture(self) -> None:
+    @property
+    def buckets(self) -> Buckets | None:
+        """The graphs of the model's adapters; None without graphs."""
+        return None if self._captured is None else self._captured.graphs
+
+    def _capture(self, beside: Buckets | None) -> Buckets:
         check_encoder(self.model)
         make = partial(
             Buckets,
@@ -80,8 +86,7 @@ class EncoderGraphs(Seam):
         )
         for mask in masks_of(self.model.config):
             try:
-                self.buckets = make(mask=mask)
-                return
+                return make(mask=mask)
             except Exception as error:
                 self._refuse_length(error)
                 # The model makes another mask, or reads its mask differently: try the next maker.
@@ -89,6 +94,7 @@ class EncoderGraphs(Seam):
                     raise
                 name = type(self.model).__name__
                 logger.info("%s is captured with another mask: %s", name, error)
+        raise AssertionError("the last mask is None, whose error is raised above")
 
     def _refuse_length(self, error: Exception) -> None:
         """Raise `InvalidOptionError` for an error of texts longer than the model's positions."""
@@ -106,11 +112,6 @@ class EncoderGraphs(Seam):
                 expected=f"at most {min(counts)}",
                 advice=f"max_len={min(counts)}",
             ) from error
-
-    def _release(self) -> None:
-        if self.buckets is not None:
-            self.buckets.close()
-            self.buckets = None
 
     def _dispatch(self, *args: Any, **kwargs: Any) -> Any:
         call = {**dict(zip(self._names, args, strict=False)), **kwargs} if args else kwargs
@@ -132,16 +133,17 @@ class EncoderGraphs(Seam):
             self._counts.note(f"graphrt says {dispatch.reason.name}")
         return output
 
+    def _look(self, model: SameModel) -> Look:
+        # After a change all is looked at: the next share alone may have none.
+        has_changed = self._captured is None or not self._captured.adapters.are_same()
+        return model.look() if self._changed or has_changed else model.look_at_share(self._shares)
+
     def _why_eager(self, call: Mapping[str, Any]) -> tuple[str | None, int]:
         """Why a call is not served, None if it is; and the length of its graphs."""
         buckets = self.buckets
         if buckets is None:
             return NO_GRAPHS, 0
-        if self._captured is not None:
-            # After a change all is looked at: the next share alone may have none.
-            same = self._captured
-            look = same.look() if self._changed else same.look_at_share(self._shares)
-            self._changed = next(iter(look.names), None)
+        self._look_at_model(captures=not torch.is_grad_enabled())
         main = call.get(self.model.main_input_name)
         reason = self._why_other_model() or _why_other_inputs(call, buckets, main)
         if reason is not None:

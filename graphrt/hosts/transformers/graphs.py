@@ -42,7 +42,6 @@ class ModelGraphs(Seam):
         """`arguments` are those of `StepGraphs`."""
         super().__init__(model)
         self.max_batch, self.max_len = max_batch, max_len
-        self.steps: StepGraphs | None = None
         self._arguments = arguments
         # The model's own methods.
         self._generate: Callable[..., Any] = model.generate
@@ -63,7 +62,13 @@ class ModelGraphs(Seam):
             "_prepare_cache_for_generation": self._prepare_cache,
         }
 
-    def _capture(self) -> None:
+    @property
+    def steps(self) -> StepGraphs | None:
+        """The graphs of the model's adapters; None without graphs."""
+        return None if self._captured is None else self._captured.graphs
+
+    def _capture(self, beside: StepGraphs | None) -> StepGraphs:
+        self._take_over(None)
         # On some devices experts decode with other kernels, which `generate` selects by this.
         with self.model._optimize_model_for_decode():
             make = partial(
@@ -74,22 +79,25 @@ class ModelGraphs(Seam):
                 max_len=self.max_len,
                 **self._arguments,
             )
+            if beside is not None:
+                return make(window=beside.memory.window, checked=beside.checked, beside=beside)
             window, checked = self._signature.window(self.max_len), self._signature.checked()
             try:
-                self.steps = make(window=window, checked=checked)
+                return make(window=window, checked=checked)
             except Exception as error:
                 # A model that makes its masks itself may be captured without ring and checks.
                 if window is None and not checked:
                     raise
                 what = "checks tokens eagerly" if checked else "keeps all positions where it slides"
                 logger.warning("%s %s: %s", type(self.model).__name__, what, error)
-                self.steps = make(window=None, checked=0)
+                return make(window=None, checked=0)
 
     def _release(self) -> None:
         self._take_over(None)
-        if self.steps is not None:
-            self.steps.close()
-            self.steps = None
+        pool = None if self.steps is None else self.steps.pool
+        super()._release()
+        if pool is not None:
+            pool.close()
 
     # The memory -----------------------------------------------------------------------------------
 
@@ -97,7 +105,7 @@ class ModelGraphs(Seam):
         """A cache for `generate(past_key_values=...)` or a loop over the model, which graphs serve;
         while another call of `generate` has the memory, one that they do not."""
         with self._using:
-            self._look_unless_generating()
+            self._look_unless_generating(captures=True)
             if self.steps is None or self._changed is not None:
                 return self._signature.new_cache()
             is_free = self._calls.has_lease() or not self._lease.locked()
@@ -123,7 +131,7 @@ class ModelGraphs(Seam):
         self._calls.stack.append(call)
         try:
             if leased:
-                self._look_at_model()
+                self._look_at_model(captures=True)
             return self._generate(*args, **kwargs)
         finally:
             self._calls.stack.pop()
@@ -187,11 +195,10 @@ class ModelGraphs(Seam):
             self._note_foreign(cache, is_step)
             return self._forward(*args, **kwargs)
         with self._using:
-            steps = self.steps
             may_be_served = is_step or self._is_check(count, cache)
             if may_be_served:
                 self._look_unless_generating()
-            reason = self._why_eager(call, cache, may_be_served)
+            steps, reason = self.steps, self._why_eager(call, cache, may_be_served)
             if reason is None and steps is not None:
                 logits, dispatch = steps.replay(call, cache)
                 if dispatch is None or dispatch.reason is Reason.HIT:
@@ -270,11 +277,11 @@ class ModelGraphs(Seam):
             return "the encoder's inputs have another length than graphs were captured for"
         return None
 
-    def _look_unless_generating(self) -> None:
+    def _look_unless_generating(self, *, captures: bool = False) -> None:
         """Look at the model in every step of a user's own loop. `generate` looks at its beginning;
         a loop has none, and the model may change between any two steps."""
         if self._calls.current() is None:
-            self._look_at_model()
+            self._look_at_model(captures=captures)
 
     def _note_foreign(self, cache: Any, is_step: bool) -> None:
         """Count a forward without a cache of ours."""

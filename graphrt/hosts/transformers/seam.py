@@ -1,7 +1,8 @@
 """`Seam`: replaces methods of a model by ours, captures it, and says why it has no graphs.
 
-What cannot be captured runs as before. A model with other weights, layers, adapters or attributes
-than at the capture is not served until `recapture()`.
+What cannot be captured runs as before. A model with other weights, layers or attributes than at
+the capture is not served until `recapture()`. Each set of active adapters of PEFT has graphs of its
+own, captured where it is first used.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import threading
 import traceback
 import types
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +22,11 @@ import torch
 
 from graphrt.core.base.log import logger
 from graphrt.core.base.texts import error_line
+from graphrt.core.runner.findings import Look
 from graphrt.errors import CaptureError, GraphRTError
 from graphrt.hosts.advice import advise
 from graphrt.hosts.same_model import SameModel
+from graphrt.hosts.transformers.adapters import MOST, Adapters
 from graphrt.hosts.transformers.changes import hooks_inside, is_unread
 from graphrt.hosts.transformers.reports import Counts
 
@@ -30,6 +34,17 @@ NO_GRAPHS = "the model has no graphs"
 
 _NOT_A_MODELS = ("torch.", "graphrt.")
 """Modules that run below a model's code, and above it."""
+
+
+@dataclass
+class Captured:
+    """What was captured for one set of active adapters, and the model as it was then."""
+
+    graphs: Any
+    """`StepGraphs` or `Buckets`."""
+    active: Hashable
+    adapters: Adapters
+    model: SameModel
 
 
 class Seam(ABC):
@@ -49,8 +64,10 @@ class Seam(ABC):
         self._before: dict[str, Any] = {}
         # Held by a call that uses the graphs or their memory.
         self._using = threading.RLock()
-        # The model at the capture, and the first part of it that has changed since.
-        self._captured: SameModel | None = None
+        # The active adapters -> what was captured for them, or why that failed; which of it serves
+        # steps; and the first part of the model that has changed since.
+        self._by_adapters: dict[Hashable, Captured | str] = {}
+        self._captured: Captured | None = None
         self._changed: str | None = None
 
     @property
@@ -81,10 +98,7 @@ class Seam(ABC):
         with self._using:
             self._release()
             try:
-                self._check_model()
-                # Memory made in inference mode could not be written outside of it.
-                with torch.inference_mode(False), torch.no_grad():
-                    self._capture()
+                self._captured = self._capture_for(None)
             except Exception as error:
                 # graphrt's, or the model's own, which is called here as users call it.
                 advise(error)
@@ -95,8 +109,20 @@ class Seam(ABC):
                 logger.warning("%s has no graphs: %s", name, self._refused)
             else:
                 self._refused, self._changed = None, None
-                same = functools.partial(is_unread, unread=self._UNREAD)
-                self._captured = SameModel(self._forward, same)
+                self._by_adapters[self._captured.active] = self._captured
+
+    def _capture_for(self, beside: Captured | None) -> Captured:
+        """Capture all graphs for the adapters that are active now, `beside` those of others."""
+        self._check_model()
+        # Memory made in inference mode could not be written outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            graphs = self._capture(None if beside is None else beside.graphs)
+        adapters = Adapters(self.model)
+        return Captured(graphs, adapters.active(), adapters, self._as_now(adapters))
+
+    def _as_now(self, adapters: Adapters) -> SameModel:
+        is_same = functools.partial(is_unread, adapters=adapters, unread=self._UNREAD)
+        return SameModel(self._forward, is_same)
 
     def recapture(self) -> None:
         """Capture again, after a change of the model; raises what capturing raises."""
@@ -111,12 +137,15 @@ class Seam(ABC):
         """Name of a method of the model -> our method in its place."""
 
     @abstractmethod
-    def _capture(self) -> None:
-        """Capture all graphs; there are none yet."""
+    def _capture(self, beside: Any) -> Any:
+        """Capture all graphs and return them; there are none yet but those `beside`."""
 
-    @abstractmethod
     def _release(self) -> None:
         """Destroy the graphs, if there are some."""
+        for each in self._by_adapters.values():
+            if isinstance(each, Captured):
+                each.graphs.close()
+        self._by_adapters, self._captured = {}, None
 
     def _check_model(self) -> None:
         if self.model.training:
@@ -145,9 +174,57 @@ class Seam(ABC):
                 advice='device_map={"": 0}, or leave with_graphs() out',
             )
 
-    def _look_at_model(self) -> None:
-        if self._captured is not None:
-            self._changed = next(iter(self._captured.look().names), None)
+    def _look_at_model(self, *, captures: bool = False) -> None:
+        """Find out whether the model has changed. Other adapters may have graphs too; with
+        `captures` they get some where they are first used."""
+        captured = self._captured
+        if captured is None:
+            return
+        self._changed = self._first_change(captured)
+        if self._changed is not None:
+            with self._using:
+                self._follow_adapters(captured, captures)
+
+    def _first_change(self, captured: Captured) -> str | None:
+        changed = next(iter(self._look(captured.model).names), None)
+        if changed is None and captured.adapters.saw_idle:
+            # The picture would keep deleted adapters alive, and has nothing of new ones.
+            captured.adapters = Adapters(self.model)
+            captured.model = self._as_now(captured.adapters)
+        return changed
+
+    def _look(self, model: SameModel) -> Look:
+        return model.look()
+
+    def _follow_adapters(self, captured: Captured, captures: bool) -> None:
+        """Go over to the graphs of the adapters that are active now, if they are others."""
+        adapters = Adapters(self.model)
+        active = adapters.active()
+        if active == captured.active:
+            return
+        other = self._by_adapters.get(active)
+        if other is None and captures and not self.model.training:
+            other = self._by_adapters[active] = self._capture_beside(captured, adapters)
+        if isinstance(other, Captured):
+            self._captured, self._changed = other, self._first_change(other)
+        else:
+            self._changed = other or "its adapters"
+
+    def _capture_beside(self, captured: Captured, adapters: Adapters) -> Captured | str:
+        """Capture for adapters that are used for the first time; or say why that failed. Graphs of
+        deleted adapters are destroyed before."""
+        for active, each in [*self._by_adapters.items()]:
+            if not adapters.has(active):
+                del self._by_adapters[active]
+                if isinstance(each, Captured):
+                    each.graphs.close()
+        if len(self._by_adapters) >= MOST:
+            return f"its adapters, where {MOST} sets have graphs"
+        try:
+            return self._capture_for(captured)
+        except Exception as error:
+            advise(error)
+            return f"its adapters, which have no graphs: {error_line(error)}{_line_of(error)}"
 
     def _why_other_model(self) -> str | None:
         """Why graphs do not stand for the model as it is now; None if they do."""

@@ -69,9 +69,10 @@ class StepGraphs:
         sizes: Sequence[int],
         options: GraphOptions,
         compile: CompileOptions | None,
+        beside: StepGraphs | None = None,
     ) -> None:
-        """Captures; raises what capturing raises, and `VerificationError` if steps do not give what
-        transformers' own give."""
+        """Captures, `beside` graphs of other adapters in their memory; raises what capturing
+        raises, and `VerificationError` if steps do not give what transformers' own give."""
         self.signature, self._forward = signature, forward
         self._max_batch, self._max_len = max_batch, max_len
         device = signature.model.device
@@ -83,9 +84,14 @@ class StepGraphs:
         # The class of the forward's output, and whether it has `DELTAS`.
         self._output = _output_of(probe, signature)
         self._has_deltas = signature.planes is not None and hasattr(probe, DELTAS)
-        self.memory = Memory(shapes_of(_decoder(probe_cache)), max_batch, max_len, device, window)
-        self.cross = self._cross_memory(probe_cache, encoded, max_encoder_len)
-        """Keys and values of an encoder's outputs; None without an encoder."""
+        if beside is None:
+            shapes = shapes_of(_decoder(probe_cache))
+            self.memory = Memory(shapes, max_batch, max_len, device, window)
+            self.cross = self._cross_memory(probe_cache, encoded, max_encoder_len)
+            self.pool = GraphPool(device.type, device=device)
+        else:
+            self.memory, self.cross, self.pool = beside.memory, beside.cross, beside.pool
+        """`cross`: keys and values of an encoder's outputs; None without an encoder."""
         # On the host: a runner copies them to its graphs.
         self._row_numbers = torch.arange(max_batch, device="cpu")
         self._position_numbers = torch.arange(max_len, device="cpu")
@@ -100,7 +106,6 @@ class StepGraphs:
         """Arguments that a graph takes, or that the model reads in prompts alone."""
         # The config for `grouped`; None if the model's attention stays as it is.
         self._attention = attention_of(signature.model)
-        self._pool = GraphPool(device.type, device=device)
         self._runners: dict[int, GraphRunner[torch.Tensor]] = {}  # by tokens of a row
         try:
             for count in (1, self.checked) if self.checked else (1,):
@@ -113,6 +118,8 @@ class StepGraphs:
             self._capture(tokens, encoded)
         except BaseException:
             self.close()
+            if beside is None:
+                self.pool.close()
             raise
 
     def _cross_memory(self, cache: Any, encoded: Encoded | None, most: int) -> Memory | None:
@@ -151,7 +158,7 @@ class StepGraphs:
             sizes=sizes,
             host=Host(example=partial(self._example, count)),
             options=options,
-            pool=self._pool,
+            pool=self.pool,
         )
 
     def _inputs(self, count: int) -> dict[str, InputSpec]:
@@ -357,9 +364,9 @@ class StepGraphs:
         return self._output(logits=logits, **{self.signature.cache: cache}, **extra)
 
     def close(self) -> None:
+        """Destroy the graphs. Those of other adapters may be in the pool."""
         for runner in self._runners.values():
             runner.close()
-        self._pool.close()
 
     def _set_masks(
         self, cache: Any, count: int, mask: torch.Tensor | None, encoder_mask: torch.Tensor | None
