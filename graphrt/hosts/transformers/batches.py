@@ -59,12 +59,13 @@ class BatchGraphs(Seam):
     def _methods(self) -> dict[str, Callable[..., Any]]:
         return {"init_continuous_batching": self._init}
 
-    def _capture(self) -> None:
-        """Each graph is captured at the first batch of its key."""
+    def _capture(self, beside: Any) -> None:
+        """Each graph is captured at the first batch of its key, whatever the adapters are."""
 
     def _release(self) -> None:
         for batches in self._each():
             batches.clear()
+        self._by_adapters, self._captured = {}, None
 
     def _each(self) -> list[Batches]:
         return list(self._batches.values())

@@ -48,8 +48,8 @@ _IGNORED = frozenset(
         ".rope_deltas",
     }
 )
-"""Attributes of modules that no step reads: `generate_batch` sets the first one, `generate` the last
-one, for the positions that it passes, and PEFT and its prompt tuning the others."""
+"""Attributes of modules that no step reads: `generate_batch` sets the first one, `generate` the
+last one, for the positions that it passes, and PEFT and its prompt tuning the others."""
 _OF_PROCESS = ("os.environ", "sys.argv")
 """Some code of transformers reads them, at its import or in a prompt."""
 _RECORDERS = "transformers.utils.output_capturing"
