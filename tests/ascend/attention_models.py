@@ -11,7 +11,11 @@ import torch
 
 from graphrt import Batch, GraphPool, GraphRunner, InputSpec
 from graphrt.ascend import AscendPlatform
-from graphrt.ascend.attention import AttentionTask, fused_infer_attention
+from graphrt.ascend.attention import (
+    AttentionTask,
+    fused_infer_attention,
+    fused_infer_attention_v2,
+)
 
 HEADS, WIDTH, BLOCK, PAGES = 2, 8, 4, 4
 MAX_KV = BLOCK * PAGES
@@ -143,3 +147,49 @@ def differing(outputs: list[torch.Tensor], expected: list[torch.Tensor]) -> list
     """The steps at which two lists of outputs differ in any bit."""
     pairs = enumerate(zip(outputs, expected, strict=True))
     return [place for place, (ours, theirs) in pairs if not torch.equal(ours, theirs)]
+
+
+# Of DeepSeek's latent attention; the operator takes no others beside a query_rope.
+LATENT, ROPE, LATENT_BLOCK = 512, 64, 128
+
+
+@dataclass
+class LatentDecoder:
+    """Layers of latent attention over pages (MLA), the rotary part beside the latent one."""
+
+    layers: int
+    v2: bool = False
+
+    def __post_init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        make = fused_infer_attention_v2 if self.v2 else fused_infer_attention
+        self.task = make(max_kv_len=LATENT_BLOCK * PAGES)
+
+        def cache(width: int) -> torch.Tensor:
+            shape = (PAGES * 8, LATENT_BLOCK, width)
+            return torch.randn(shape, generator=generator).bfloat16().to("npu")
+
+        self.caches = [(cache(LATENT), cache(ROPE)) for _ in range(self.layers)]
+        heads, scale = ("num_query_heads", "softmax_scale") if self.v2 else ("num_heads", "scale")
+        self.options = {heads: HEADS, scale: (LATENT + ROPE) ** -0.5}
+
+    def __call__(self, x: torch.Tensor, block_table: torch.Tensor) -> torch.Tensor:
+        for layer, (latent, rope) in enumerate(self.caches):
+            query = x[..., :LATENT].contiguous()
+            output = torch.empty_like(query)
+            self.task(
+                query,
+                latent,
+                latent,
+                query_rope=x[..., LATENT:].contiguous(),
+                key_rope=rope,
+                block_table=block_table,
+                input_layout="TND",
+                block_size=LATENT_BLOCK,
+                num_key_value_heads=1,
+                out=[output, torch.empty(1, dtype=torch.float32, device=x.device)],
+                task=f"layers.{layer}",
+                **self.options,
+            )
+            x = torch.cat([query + output, x[..., LATENT:]], -1)
+        return x

@@ -21,8 +21,10 @@ from graphrt.errors import PlatformError
 
 SOURCES = Path(__file__).with_name("native")
 DEVICE_LIBRARY, OPERATOR_LIBRARY = "libascendcl.so", "libopapi.so"
-# The device of a CANN that has no aclrtValueWait, as its folder in the cache.
-OLD_CANN = "without_value_wait"
+# The one without aclrtValueWait, and its folder in the cache: CANN's pages have it from 8.2.RC1 on.
+OLD_CANN = "8.1.RC1"
+# Those of CANN that the simulator says it is, the default last.
+VERSIONS = (OLD_CANN, "8.3.RC1", "8.5.0")
 # Linked by torch_npu too; what it looks for in them is in the device library.
 _EMPTY_LIBRARIES = (
     "libacl_op_compiler.so",

@@ -69,7 +69,17 @@ def start() -> None:
         _device = _declared(inherited or _load())
 
 
+def _cann() -> str:
+    return os.environ.get("GRAPHRT_SIM_CANN") or building.VERSIONS[-1]
+
+
 def _load() -> ctypes.CDLL:
+    if _cann() not in building.VERSIONS:
+        raise PlatformError(
+            "the Ascend simulator is no such CANN",
+            got=f"GRAPHRT_SIM_CANN={_cann()}",
+            expected=", ".join(building.VERSIONS),
+        )
     if not building.is_built():
         sys.stderr.write("graphrt: building the simulator, once; this takes a minute\n")
     directory = building.build()
@@ -77,7 +87,7 @@ def _load() -> ctypes.CDLL:
     os.environ.setdefault("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:False")
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     directories = [directory]
-    if os.environ.get("GRAPHRT_SIM_VALUE_WAIT", "1") == "0":
+    if _cann() == building.OLD_CANN:
         directories.insert(0, directory / building.OLD_CANN)
     paths = [*map(str, directories), os.environ.get("LD_LIBRARY_PATH", "")]
     # For the processes started from this one; it changes nothing here.

@@ -103,6 +103,16 @@ API aclError aclrtStreamGetId(aclrtStream stream, int32_t* id) {
     return kOk;
 }
 
+// Types 1 to 5 of acl_rt.h. torch_npu 2.13 sets the fourth around every capture on CANN 8.5 and later
+// (apply_cache_op_info in NPUGraph.cpp), at the end of it while the stream is captured.
+API aclError aclrtSetStreamAttribute(aclrtStream handle, int type, const uint64_t*) {
+    SIM_CALL();
+    Lock lock(device().mutex);
+    if (device().find(handle)->destroyed) return fail(kParameter, "the stream was destroyed");
+    if (type < 1 || type > 5) return fail(kParameter, "streams have no attribute of this type");
+    return kOk;
+}
+
 API aclError aclrtSynchronizeStreamWithTimeout(aclrtStream handle, int32_t timeout_ms) {
     SIM_CALL();
     Lock lock(device().mutex);
