@@ -17,7 +17,8 @@ from graphrt.ascend.attention import (
     fused_infer_attention_v2,
 )
 
-HEADS, WIDTH, BLOCK, PAGES = 2, 8, 4, 4
+# As most models have them, and as the operator wants them in layout TND.
+HEADS, WIDTH, BLOCK, PAGES = 2, 128, 128, 4
 MAX_KV = BLOCK * PAGES
 
 
@@ -35,7 +36,7 @@ class Decoder:
 
         def cache() -> torch.Tensor:
             shape = (PAGES * 8, BLOCK, HEADS * WIDTH)
-            return torch.randn(shape, generator=generator).half().to("npu")
+            return torch.randn(shape, generator=generator).bfloat16().to("npu")
 
         self.caches = [(cache(), cache()) for _ in range(self.layers)]
 
@@ -58,7 +59,7 @@ class Decoder:
                 block_size=BLOCK,
                 num_heads=HEADS,
                 num_key_value_heads=HEADS,
-                scale=0.5,
+                scale=WIDTH**-0.5,
                 out=[output, lse],
                 task=f"layers.{layer}",
             )
@@ -79,7 +80,7 @@ def runner(
         mode=options.pop("mode", "FULL_DECODE_ONLY"),
         sizes=sizes,
         inputs={
-            "x": InputSpec(torch.float16, ("tokens", HEADS, WIDTH)),
+            "x": InputSpec(torch.bfloat16, ("tokens", HEADS, WIDTH)),
             "block_table": InputSpec(torch.int32, ("reqs", PAGES), pad=0, index=True),
         },
         outputs=("tokens", HEADS, WIDTH),
@@ -111,7 +112,7 @@ def steps(count: int, *, most: int, seed: int = 0, group: str = "attention") -> 
             "actual_seq_lengths": list(range(1, reqs + 1)),
             "actual_seq_lengths_kv": [rng.randint(1, MAX_KV) for _ in range(reqs)],
         }
-        x = torch.randn((reqs, HEADS, WIDTH), generator=generator).half()
+        x = torch.randn((reqs, HEADS, WIDTH), generator=generator).bfloat16()
         values = {"x": x, "block_table": table}
         drawn.append(Step(Batch(reqs, reqs, 1), values, {group: lengths}))
     return drawn
@@ -150,7 +151,7 @@ def differing(outputs: list[torch.Tensor], expected: list[torch.Tensor]) -> list
 
 
 # Of DeepSeek's latent attention; the operator takes no others beside a query_rope.
-LATENT, ROPE, LATENT_BLOCK = 512, 64, 128
+LATENT, ROPE = 512, 64
 
 
 @dataclass
@@ -163,10 +164,10 @@ class LatentDecoder:
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(0)
         make = fused_infer_attention_v2 if self.v2 else fused_infer_attention
-        self.task = make(max_kv_len=LATENT_BLOCK * PAGES)
+        self.task = make(max_kv_len=MAX_KV)
 
         def cache(width: int) -> torch.Tensor:
-            shape = (PAGES * 8, LATENT_BLOCK, width)
+            shape = (PAGES * 8, BLOCK, width)
             return torch.randn(shape, generator=generator).bfloat16().to("npu")
 
         self.caches = [(cache(LATENT), cache(ROPE)) for _ in range(self.layers)]
@@ -185,7 +186,7 @@ class LatentDecoder:
                 key_rope=rope,
                 block_table=block_table,
                 input_layout="TND",
-                block_size=LATENT_BLOCK,
+                block_size=BLOCK,
                 num_key_value_heads=1,
                 out=[output, torch.empty(1, dtype=torch.float32, device=x.device)],
                 task=f"layers.{layer}",

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_models import HEADS, LATENT, LATENT_BLOCK, PAGES, ROPE, LatentDecoder
+from attention_models import HEADS, LATENT, MAX_KV, PAGES, ROPE, LatentDecoder
 from schedules import need_simulator, scheduled
 
 from graphrt import Batch, GraphRunner, InputSpec
@@ -26,7 +26,7 @@ def steps(decoder: LatentDecoder, count: int) -> list[tuple[Batch, dict[str, Any
         reqs = rng.randint(1, 4)
         table = torch.randint(0, PAGES * 8, (reqs, PAGES), generator=generator, dtype=torch.int32)
         x = torch.randn((reqs, HEADS, WIDTH), generator=generator).bfloat16()
-        lengths = [rng.randint(1, LATENT_BLOCK * PAGES) for _ in range(reqs)]
+        lengths = [rng.randint(1, MAX_KV) for _ in range(reqs)]
         updates = {"attention": {queries: list(range(1, reqs + 1)), keys: lengths}}
         drawn.append((Batch(reqs, reqs, 1), {"x": x, "block_table": table}, updates))
     return drawn

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import itertools
 import os
 import re
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -121,8 +123,14 @@ def _build_in(work: Path) -> None:
     # The slow ones first.
     jobs = [["-std=c++20", *include, str(path)] for path in operators]
     jobs += [["-std=c++17", str(path)] for path in (*device, missing)]
+    done = itertools.count(1)
+
+    def compile_one(job: list[str]) -> None:
+        _run(work, *_FLAGS, f"-I{SOURCES}", "-c", *job)
+        sys.stderr.write(f"graphrt: building the simulator: {next(done)} of {len(jobs)} files\n")
+
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as threads:
-        list(threads.map(lambda job: _run(work, *_FLAGS, f"-I{SOURCES}", "-c", *job), jobs))
+        list(threads.map(compile_one, jobs))
 
     def objects(paths: list[Path]) -> list[str]:
         return [f"{path.stem}.o" for path in paths]
