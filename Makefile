@@ -54,7 +54,7 @@ docs: setup-docs
 SIMULATED = OMP_NUM_THREADS=1 TORCH_DEVICE_BACKEND_AUTOLOAD=0 GRAPHRT_PLATFORM=ascend-sim
 
 demo-ascend: setup-ascend-sim
-	$(SIMULATED) $(ASCEND_VENV)/bin/graphrt demo $(ARGS)
+	$(SIMULATED) TORCH_CPP_LOG_LEVEL=ERROR PYTHONWARNINGS=ignore $(ASCEND_VENV)/bin/graphrt demo $(ARGS)
 
 test-ascend: setup-ascend-sim
 	$(SIMULATED) $(ASCEND_VENV)/bin/python -m pytest -m npu $(PARALLEL) $(ARGS)

@@ -6,7 +6,7 @@
     python ci/matrix.py NAME FIELD  one field of one row, for ci/run_row.sh
 
 A row's `python` and `torch` may be empty: then the runner's own are used. Its `target` is what
-make is called with, if not `test`.
+make is called with, if not `test`. Its `cann` is the CANN that the NPU simulator says it is.
 """
 
 from __future__ import annotations

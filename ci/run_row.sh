@@ -29,6 +29,9 @@ export GRAPHRT_TORCH
 # Without its C part the row would test Python's way alone, and pass.
 export GRAPHRT_NATIVE=${GRAPHRT_NATIVE:-1}
 export VENV=.venv-rows/$name ASCEND_VENV=.venv-rows/$name
+# Empty: the simulator's default.
+GRAPHRT_SIM_CANN=$(row cann)
+export GRAPHRT_SIM_CANN
 target=$(row target)
 
 make "${target:-test}"

@@ -67,8 +67,12 @@ class AscendOptions:
 
 
 def update_order_of(device: str, environment: Mapping[str, str] = os.environ) -> UpdateOrder:
-    """The order that a device of this name needs, by what vllm-ascend does on it."""
-    virtual = environment.get("ENPU_ENABLE", "0") not in ("", "0")
+    """The order that a device of this name needs, by what vllm-ascend does on it.
+
+    At its commit 182b75ea: `_310p/model_runner_310p.py` line 638 (updates before the replay) and
+    `worker/model_runner_v1.py` line 449 (virtualised NPUs: ENPU_ENABLE is "true").
+    """
+    virtual = environment.get("ENPU_ENABLE", "").lower() == "true"
     return "update_first" if virtual or device.startswith("Ascend310P") else "replay_first"
 
 

@@ -162,8 +162,13 @@ def _load(
     console: Console,
 ) -> tuple[Setup, Tokenizer]:  # fmt: skip
     device, limits = get_platform(platform), EngineLimits()
+    on_npu = device.device_type == "npu"
     dtype = torch.float32 if device.device_type == "cpu" else torch.bfloat16
     checkpoint = seeded_checkpoint() if model is None else load_checkpoint(model, dtype)
+    if on_npu:
+        # The operator takes no float32; pages and head size are those of most engines there.
+        limits = EngineLimits(page_size=128, num_pages=17)
+        checkpoint = seeded_checkpoint(head_dim=128) if model is None else checkpoint
     tokenizer = Tokenizer(model, checkpoint.config.vocab_size)
     name = "a small seeded model (its text is noise)" if model is None else str(model)
     console.print(Text(f"{name} on {device.name}", style="bold"))
@@ -171,11 +176,12 @@ def _load(
         console.print(Text(_NO_TIMES.format(device.name), style="yellow"))
     if tokenizer.notice is not None:
         console.print(Text(tokenizer.notice, style="yellow"))
-    weights = {key: weight.to(device.device_type) for key, weight in checkpoint.weights.items()}
+    weights = {
+        key: weight.to(device.device_type, dtype if on_npu else None)
+        for key, weight in checkpoint.weights.items()
+    }
     context = limits.pages(limits.context) * limits.page_size
-    fused = None
-    if device.device_type == "npu":
-        fused = FusedDecodeAttention(checkpoint.config, context)
+    fused = FusedDecodeAttention(checkpoint.config, context) if on_npu else None
     decoder = Decoder(checkpoint.config, weights, context, fused)
     ids = [tokenizer.encode(text) for text in texts]
     return Setup(decoder, device, limits, ids, max_new_tokens, checkpoint.eos_ids), tokenizer

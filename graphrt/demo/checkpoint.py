@@ -41,9 +41,11 @@ class Checkpoint:
     eos_ids: frozenset[int]
 
 
-def seeded_checkpoint(seed: int = 0) -> Checkpoint:
+def seeded_checkpoint(seed: int = 0, head_dim: int = 32) -> Checkpoint:
     """Four float32 layers, hidden 128, grouped queries, bytes as tokens; the same for a seed."""
-    config = DecoderConfig(258, 128, 384, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32)
+    config = DecoderConfig(
+        258, 128, 384, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=head_dim
+    )
     generator = torch.Generator("cpu").manual_seed(seed)
     weights = {}
     for name, shape in tensor_shapes(config).items():

@@ -22,7 +22,8 @@ class FusedDecodeAttention:
         from graphrt.ascend.attention import fused_infer_attention
 
         self.config = config
-        self.task = fused_infer_attention("attention", max_kv_len=context)
+        # The operator takes more head sizes in this layout than in TND.
+        self.task = fused_infer_attention("attention", max_kv_len=context, layout="BSND")
 
     def __call__(
         self, layer: int, query: Tensor, keys: Tensor, values: Tensor, block_table: Tensor
@@ -30,13 +31,14 @@ class FusedDecodeAttention:
         """[tokens, heads * head_dim]; `keys` and `values` are [pages, page_size, kv_heads,
         head_dim] and hold this step's already, `block_table` is [reqs, max_blocks]."""
         config, (pages, page_size) = self.config, keys.shape[:2]
+        query = query.unsqueeze(1)
         output = torch.empty_like(query)
         self.task(
             query,
             keys.view(pages, page_size, -1),
             values.view(pages, page_size, -1),
             block_table=block_table.to(torch.int32),
-            input_layout="TND",
+            input_layout="BSND",
             block_size=page_size,
             num_heads=config.num_heads,
             num_key_value_heads=config.num_kv_heads,
@@ -49,7 +51,4 @@ class FusedDecodeAttention:
     def updates(self, context_lens: Sequence[int]) -> dict[str, Any]:
         """The host arguments of a step, from the tokens that each request has in the cache, those
         of this step included."""
-        ends = list(range(1, len(context_lens) + 1))
-        return {
-            "attention": {"actual_seq_lengths": ends, "actual_seq_lengths_kv": list(context_lens)}
-        }
+        return {"attention": {"actual_seq_lengths_kv": list(context_lens)}}

@@ -11,9 +11,14 @@ import torch
 
 from graphrt import Batch, GraphPool, GraphRunner, InputSpec
 from graphrt.ascend import AscendPlatform
-from graphrt.ascend.attention import AttentionTask, fused_infer_attention
+from graphrt.ascend.attention import (
+    AttentionTask,
+    fused_infer_attention,
+    fused_infer_attention_v2,
+)
 
-HEADS, WIDTH, BLOCK, PAGES = 2, 8, 4, 4
+# As most models have them, and as the operator wants them in layout TND.
+HEADS, WIDTH, BLOCK, PAGES = 2, 128, 128, 4
 MAX_KV = BLOCK * PAGES
 
 
@@ -31,7 +36,7 @@ class Decoder:
 
         def cache() -> torch.Tensor:
             shape = (PAGES * 8, BLOCK, HEADS * WIDTH)
-            return torch.randn(shape, generator=generator).half().to("npu")
+            return torch.randn(shape, generator=generator).bfloat16().to("npu")
 
         self.caches = [(cache(), cache()) for _ in range(self.layers)]
 
@@ -54,7 +59,7 @@ class Decoder:
                 block_size=BLOCK,
                 num_heads=HEADS,
                 num_key_value_heads=HEADS,
-                scale=0.5,
+                scale=WIDTH**-0.5,
                 out=[output, lse],
                 task=f"layers.{layer}",
             )
@@ -75,7 +80,7 @@ def runner(
         mode=options.pop("mode", "FULL_DECODE_ONLY"),
         sizes=sizes,
         inputs={
-            "x": InputSpec(torch.float16, ("tokens", HEADS, WIDTH)),
+            "x": InputSpec(torch.bfloat16, ("tokens", HEADS, WIDTH)),
             "block_table": InputSpec(torch.int32, ("reqs", PAGES), pad=0, index=True),
         },
         outputs=("tokens", HEADS, WIDTH),
@@ -107,7 +112,7 @@ def steps(count: int, *, most: int, seed: int = 0, group: str = "attention") -> 
             "actual_seq_lengths": list(range(1, reqs + 1)),
             "actual_seq_lengths_kv": [rng.randint(1, MAX_KV) for _ in range(reqs)],
         }
-        x = torch.randn((reqs, HEADS, WIDTH), generator=generator).half()
+        x = torch.randn((reqs, HEADS, WIDTH), generator=generator).bfloat16()
         values = {"x": x, "block_table": table}
         drawn.append(Step(Batch(reqs, reqs, 1), values, {group: lengths}))
     return drawn
@@ -143,3 +148,49 @@ def differing(outputs: list[torch.Tensor], expected: list[torch.Tensor]) -> list
     """The steps at which two lists of outputs differ in any bit."""
     pairs = enumerate(zip(outputs, expected, strict=True))
     return [place for place, (ours, theirs) in pairs if not torch.equal(ours, theirs)]
+
+
+# Of DeepSeek's latent attention; the operator takes no others beside a query_rope.
+LATENT, ROPE = 512, 64
+
+
+@dataclass
+class LatentDecoder:
+    """Layers of latent attention over pages (MLA), the rotary part beside the latent one."""
+
+    layers: int
+    v2: bool = False
+
+    def __post_init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        make = fused_infer_attention_v2 if self.v2 else fused_infer_attention
+        self.task = make(max_kv_len=MAX_KV)
+
+        def cache(width: int) -> torch.Tensor:
+            shape = (PAGES * 8, BLOCK, width)
+            return torch.randn(shape, generator=generator).bfloat16().to("npu")
+
+        self.caches = [(cache(LATENT), cache(ROPE)) for _ in range(self.layers)]
+        heads, scale = ("num_query_heads", "softmax_scale") if self.v2 else ("num_heads", "scale")
+        self.options = {heads: HEADS, scale: (LATENT + ROPE) ** -0.5}
+
+    def __call__(self, x: torch.Tensor, block_table: torch.Tensor) -> torch.Tensor:
+        for layer, (latent, rope) in enumerate(self.caches):
+            query = x[..., :LATENT].contiguous()
+            output = torch.empty_like(query)
+            self.task(
+                query,
+                latent,
+                latent,
+                query_rope=x[..., LATENT:].contiguous(),
+                key_rope=rope,
+                block_table=block_table,
+                input_layout="TND",
+                block_size=BLOCK,
+                num_key_value_heads=1,
+                out=[output, torch.empty(1, dtype=torch.float32, device=x.device)],
+                task=f"layers.{layer}",
+                **self.options,
+            )
+            x = torch.cat([query + output, x[..., LATENT:]], -1)
+        return x

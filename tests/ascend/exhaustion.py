@@ -74,7 +74,7 @@ def steps() -> list[Step]:
             Step(
                 Batch(tokens, reqs, 1 if decode else None),
                 {
-                    "x": torch.randn((tokens, HEADS, WIDTH), generator=generator).half(),
+                    "x": torch.randn((tokens, HEADS, WIDTH), generator=generator).bfloat16(),
                     "block_table": table.to(torch.int32),
                 },
                 {
@@ -94,7 +94,7 @@ def runner(mode: str) -> GraphRunner:
         mode=mode,
         sizes=SIZES,
         inputs={
-            "x": InputSpec(torch.float16, ("tokens", HEADS, WIDTH)),
+            "x": InputSpec(torch.bfloat16, ("tokens", HEADS, WIDTH)),
             "block_table": InputSpec(torch.int32, ("reqs+1", PAGES), pad=0, index=True),
         },
         outputs=("tokens", HEADS, WIDTH),

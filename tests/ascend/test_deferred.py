@@ -39,7 +39,7 @@ class Host:
         options = GraphOptions(lazy=True)
         make = wrapper_class(self.pool.platform)
         self.wrapper = make(self.decoder, "FULL", pool=self.pool, options=options)
-        self.x = torch.zeros((SIZE, HEADS, WIDTH), dtype=torch.float16).to("npu")
+        self.x = torch.zeros((SIZE, HEADS, WIDTH), dtype=torch.bfloat16).to("npu")
         self.table = torch.zeros((SIZE, PAGES), dtype=torch.int32).to("npu")
         self.todo = steps(30, most=SIZE, seed=5)
         self.call("FULL", self.todo[0].updates)
@@ -113,6 +113,22 @@ def context():
 
 def test_steps_with_deferred_updates_equal_eager(host):
     assert host.differs(30) == []
+
+
+def test_a_pool_is_taken_until_a_deferred_update_is_in(host, monkeypatch):
+    platform, owners = host.pool.platform, []
+    update = platform.update_deferred
+
+    def noted(*args, **kwargs):
+        update(*args, **kwargs)
+        owners.append(host.pool.owner)
+
+    monkeypatch.setattr(platform, "update_deferred", noted)
+    host.fill(host.todo[1])
+    host.call("FULL", DEFERRED)
+    waiting = host.pool.owner
+    host.wrapper.update(host.todo[1].updates)
+    assert waiting is not None and owners == [waiting] and host.pool.owner is None
 
 
 @pytest.mark.parametrize(

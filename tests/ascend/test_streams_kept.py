@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+from graphrt.ascend.memory import GraphMemory
 from graphrt.ascend.streams import OwnStreams
 
 
@@ -21,6 +22,11 @@ def npu_of(monkeypatch: Any, count: int) -> Any:
             return stream
 
     class Npu:
+        def empty_cache(self) -> None:
+            pass
+
+        graph_pool_handle = memory_snapshot = empty_cache
+
         def default_stream(self) -> Any:
             return Stream(stream_id=-1)
 
@@ -57,4 +63,17 @@ def test_a_returned_stream_is_lent_before_a_new_stream_is_kept(monkeypatch):
     second = own.lend()
     assert loan is not None and second.stream_id != number
     del loan
+    assert own.lend().stream_id == number
+
+
+def test_a_stream_stays_lent_while_a_pool_may_have_graphs_that_were_captured_on_it(monkeypatch):
+    npu = npu_of(monkeypatch, 8)
+    own = OwnStreams(npu, lambda stream: False)
+    memory, stream = GraphMemory(npu, own), own.lend()
+    number = stream.stream_id
+    memory.capturing_on(stream)
+    del stream
+    other = own.lend()
+    assert other.stream_id != number
+    memory.clear()
     assert own.lend().stream_id == number

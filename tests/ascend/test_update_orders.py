@@ -149,6 +149,39 @@ def test_update_first_makes_the_replay_wait_for_all_signals():
     assert world.replay() == ["S1 waits for event 1", *ISSUED, *launch, "C records event 2"]
 
 
+def ahead(world: World) -> list[str]:
+    world.npu.told()
+    with world.tasks.updating(world.graph, world.updates) as window:
+        for update in world.updates:
+            window.signal(update)
+    return world.npu.told()
+
+
+def test_a_launch_waits_for_the_update_ahead_of_it_and_for_no_older_one():
+    world = World()
+    world.replay()
+    signals = ["S1 signals signal 0", "S1 signals signal 1"]
+    for older in (1, 3, 5):
+        fence, done = older + 1, older + 2
+        told = ahead(world)
+        assert told == [f"S1 waits for event {older}", *signals, f"S1 records event {fence}"]
+        assert not world.tasks.launch(world.graph, world.updates, "graph")
+        launch = ["graph.replay on C", f"C records event {done}"]
+        assert world.npu.told() == [f"C waits for event {fence}", *launch]
+    # One that came after all waits for its own update.
+    assert world.tasks.launch(world.graph, world.updates, "graph")
+
+
+def test_a_second_update_ahead_takes_back_the_first_and_the_launch_waits_for_the_second():
+    world = World()
+    ahead(world)
+    signals = ["S1 signals signal 0", "S1 signals signal 1"]
+    taken_back = ["C waits for event 1", *signals, *SETTLED]
+    assert ahead(world) == [*taken_back, *signals, "S1 records event 2"]
+    assert not world.tasks.launch(world.graph, world.updates, "graph")
+    assert world.npu.told()[:2] == ["C waits for event 2", "graph.replay on C"]
+
+
 @pytest.mark.parametrize("order", ["replay_first", "update_first"])
 def test_unchanged_tasks_are_signalled_without_a_new_issue(order):
     world = World(order)

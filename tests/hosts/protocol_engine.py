@@ -16,7 +16,7 @@ import torch
 
 from graphrt.hosts.vllm_ascend import ACLGraphWrapper, Engine, GraphParams, updated_by
 
-HEADS, WIDTH, BLOCK, PAGES, BLOCKS = 2, 8, 16, 4, 40
+HEADS, WIDTH, BLOCK, PAGES, BLOCKS = 2, 128, 128, 4, 40
 MOST_KV = BLOCK * PAGES
 
 
@@ -193,7 +193,7 @@ class Decoder:
 
         def cache() -> torch.Tensor:
             shape = (BLOCKS, BLOCK, HEADS * WIDTH)
-            return torch.randn(shape, generator=generator).half().to("npu")
+            return torch.randn(shape, generator=generator).bfloat16().to("npu")
 
         self.caches = [(cache(), cache()) for _ in range(self.layers)]
 

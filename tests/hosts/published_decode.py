@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-LAYERS, HEADS, WIDTH, BLOCK, BLOCKS, PAGES, WORDS = 3, 2, 16, 16, 64, 4, 50
+LAYERS, HEADS, WIDTH, BLOCK, BLOCKS, PAGES, WORDS = 3, 2, 128, 128, 64, 4, 50
 MOST_KV, SIZES = BLOCK * PAGES, (4, 8)
 
 
@@ -49,7 +49,7 @@ class Engine:
         generator = torch.Generator().manual_seed(0)
 
         def weight(*shape: int) -> torch.Tensor:
-            return (torch.randn(*shape, generator=generator) * 0.3).half().npu()
+            return (torch.randn(*shape, generator=generator) * 0.3).bfloat16().npu()
 
         width = HEADS * WIDTH
         self.embedding, self.head = weight(WORDS, width), weight(width, WORDS)
@@ -70,8 +70,8 @@ class Engine:
             HEADS, WIDTH, WIDTH**-0.5, HEADS, None, None, "auto", None, "decoder", None
         )
         shape = (BLOCKS, BLOCK, HEADS, WIDTH)
-        layer.key_cache = torch.zeros(shape, dtype=torch.float16).npu()
-        layer.value_cache = torch.zeros(shape, dtype=torch.float16).npu()
+        layer.key_cache = torch.zeros(shape, dtype=torch.bfloat16).npu()
+        layer.value_cache = torch.zeros(shape, dtype=torch.bfloat16).npu()
         return layer
 
     def model(self, ids: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:

@@ -50,7 +50,7 @@ class Runner:
         setattr(self.host, name, self.params)
         self.model = Decoder(self.host, **decoder)
         self.wrapper = self.host.wrapper_class(self.model, self.host.config, Mode.FULL)
-        self.x = torch.zeros((max(sizes), host.HEADS, host.WIDTH), dtype=torch.float16).to("npu")
+        self.x = torch.zeros((max(sizes), host.HEADS, host.WIDTH), dtype=torch.bfloat16).to("npu")
         self.table = torch.zeros((max(sizes), host.PAGES), dtype=torch.int32).to("npu")
         self.stream = torch.npu.Stream()
         self.rng = random.Random(7)
@@ -68,7 +68,7 @@ class Runner:
 
     def fill(self, tokens: int) -> list[int]:
         seed = torch.Generator().manual_seed(self.rng.randint(0, 1 << 30))
-        self.x[:tokens].copy_(torch.randn(self.x[:tokens].shape, generator=seed).half())
+        self.x[:tokens].copy_(torch.randn(self.x[:tokens].shape, generator=seed).bfloat16())
         self.table.copy_(torch.randint(0, host.BLOCKS, self.table.shape, generator=seed))
         return host.random_lens(self.rng, tokens)
 
@@ -265,6 +265,16 @@ def test_an_update_whose_call_never_came_is_used_by_no_later_call(runner):
             runner.update(context)
     assert runner.differs(6) == []
     assert runner.differs(6, first=True) == []
+
+
+def test_an_update_before_the_call_of_another_step_does_not_start_this_step(runner):
+    for _ in range(3):
+        stale = runner.context(Key(8), Mode.FULL, runner.fill(8))
+        with runner.host.step(stale):
+            runner.update(stale)
+        lens = runner.fill(8)
+        out = runner.replay(Key(8), lens)
+        assert torch.equal(out.cpu(), runner.eager(Key(8), lens))
 
 
 def test_an_update_without_a_workspace_uses_the_captured_workspace():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from graphrt.core.base.errors import InvalidOptionError
 from graphrt.core.base.option_values import shown
@@ -158,24 +158,21 @@ class Profile:
         return parts + (model.moe and "dp" in domains)
 
 
-_FIRST = Profile(
-    "0.9.1", 1920, by_expansion=False, spare_set=False, context_parallel=False, drafts=False
-)
-
 PROFILES = {
     profile.name: profile
     for profile in (
-        _FIRST,
-        replace(_FIRST, name="0.9.2"),
+        Profile(
+            "0.9.1", 1920, by_expansion=False, spare_set=False, context_parallel=False, drafts=False
+        ),
         Profile("0.11", 1800, context_parallel=False),
-        # These three differ only in how a host counts the layers of its draft model.
-        Profile("0.13", 1800),
-        Profile("0.18", 1800),
         Profile("0.20", 1800),
         Profile("last", 1800, full_graphs=True),
     )
 }
-"""The formula by the version of the host that had it; "last" is its last revision."""
+"""The formula by a version of the host that had it; "last" is its last revision."""
+
+# The second version of a formula -> the one of `PROFILES` with the same numbers.
+_SAME = {"0.9.2": "0.9.1", "0.13": "0.20", "0.18": "0.20"}
 
 
 _WITHOUT_FORMULA = (0, 21)
@@ -211,7 +208,7 @@ def update_aclgraph_sizes(
 def profile_named(name: str) -> Profile:
     """The profile of that name; raises `InvalidOptionError` if there is none, as of versions after
     the formula was removed."""
-    profile = PROFILES.get(name)
+    profile = PROFILES.get(_SAME.get(name, name))
     if profile is not None:
         return profile
     version = _VERSION.match(name)

@@ -80,25 +80,25 @@ def test_simulated_random_numbers_depend_only_on_the_seed() -> None:
 @pytest.mark.parametrize("version", ["", "_v2"])
 def test_simulated_paged_attention_equals_the_reference(version: str) -> None:
     draw = torch.Generator().manual_seed(2)
-    lengths, heads, kv_heads, dim, page = [5, 17, 9], 4, 2, 8, 4
-    query = torch.randn(3, heads, dim, generator=draw)
-    cache = torch.randn(2, 16, page, kv_heads * dim, generator=draw)
+    lengths, heads, kv_heads, dim, page = [20, 68, 36], 4, 2, 128, 16
+    query = torch.randn(3, heads, dim, generator=draw).half().float()
+    cache = torch.randn(2, 16, page, kv_heads * dim, generator=draw).half().float()
     table = torch.randperm(15, generator=draw).view(3, 5).int()
     names = ("num_heads", "scale", "num_key_value_heads", "actual_seq_lengths")
     if version:
         names = ("num_query_heads", "softmax_scale", "num_key_value_heads", "actual_seq_qlen")
-    options = dict(zip(names, (heads, 0.3, kv_heads, [1, 2, 3]), strict=True))
+    options = dict(zip(names, (heads, 0.09, kv_heads, [1, 2, 3]), strict=True))
     options["actual_seq_kvlen" if version else "actual_seq_lengths_kv"] = lengths
     out, _ = getattr(torch_npu, f"npu_fused_infer_attention_score{version}")(
-        query.npu(), cache[0].npu(), cache[1].npu(), input_layout="TND",
+        query.half().npu(), *cache.half().npu(), input_layout="TND",
         block_table=table.npu(), block_size=page, **options,
     )  # fmt: skip
     for row, length in enumerate(lengths):
         pages = cache[:, table[row].long()].reshape(2, -1, kv_heads, dim)[:, :length]
         key, value = pages.repeat_interleave(heads // kv_heads, 2)
-        scores = torch.einsum("hd,thd->ht", query[row], key) * 0.3
+        scores = torch.einsum("hd,thd->ht", query[row], key) * 0.09
         expected = torch.einsum("ht,thd->hd", scores.softmax(-1), value)
-        torch.testing.assert_close(out[row].cpu(), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(out[row].cpu().float(), expected, rtol=2e-3, atol=2e-3)
 
 
 HEADS, LATENT, ROPE, PAGE = 8, 512, 64, 16

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ simulator.start()
 import torch_npu  # noqa: E402
 from graphrt_ascend_sim import building  # noqa: E402
 from test_simulator import captured, run  # noqa: E402
-from update_orders import OPTIONS, Attention, graph_wait_then_update  # noqa: E402
+from update_orders import OPTIONS, Attention, close, graph_wait_then_update  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -43,8 +44,8 @@ def message(action: Callable[[], object]) -> str:
 
 
 def attend(length: int, keys: int = 64, **options: Any) -> torch.Tensor:
-    query = torch.ones(1, 2, 1, 4, device="npu")
-    cache = torch.ones(1, 2, keys, 4, device="npu")
+    query = torch.ones(1, 2, 1, 16, device="npu").half()
+    cache = torch.ones(1, 2, keys, 16, device="npu").half()
     out = [torch.empty_like(query), torch.empty(1, device="npu")]
     torch_npu.npu_fused_infer_attention_score.out(
         query, cache, cache, actual_seq_lengths_kv=[length], out=out, **OPTIONS, **options
@@ -84,25 +85,25 @@ def test_a_simulated_update_that_allocates_its_workspace_raises() -> None:
         site[3].record(model.updates)
         site[3].wait(model.updates)
     graph_wait_then_update(model, 5)
-    torch.testing.assert_close(model.out.cpu(), model.expected(5))
+    assert close(model.out, model.expected(5))
 
 
 # Lengths and arguments ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("lengths", "wrong"), [([9, 8], "9, which"), ([-1, 2], "-1, which"), ([], "missing")]
+    ("lengths", "wrong"), [([33, 8], "33, which"), ([-1, 2], "-1, which"), ([], "missing")]
 )
 def test_lengths_beyond_the_block_table_are_refused_with_561002(
     lengths: list[int], wrong: str
 ) -> None:
-    query = torch.ones(2, 2, 8, device="npu")
-    cache = torch.ones(8, 4, 16, device="npu")
+    query = torch.ones(2, 2, 128, device="npu").bfloat16()
+    cache = torch.ones(8, 16, 256, device="npu").bfloat16()
     table = torch.zeros(2, 2, dtype=torch.int32, device="npu")
 
     def call() -> None:
         torch_npu.npu_fused_infer_attention_score(
-            query, cache, cache, num_heads=2, input_layout="TND", block_table=table, block_size=4,
+            query, cache, cache, num_heads=2, input_layout="TND", block_table=table, block_size=16,
             actual_seq_lengths=[1, 2], actual_seq_lengths_kv=lengths or None,
         )  # fmt: skip
 
@@ -111,12 +112,12 @@ def test_lengths_beyond_the_block_table_are_refused_with_561002(
 
 
 def test_too_few_lengths_or_block_table_rows_are_refused() -> None:
-    query = torch.ones(3, 2, 8, device="npu")
-    cache = torch.ones(8, 4, 16, device="npu")
+    query = torch.ones(3, 2, 128, device="npu").bfloat16()
+    cache = torch.ones(8, 16, 256, device="npu").bfloat16()
 
     def call(rows: int, lengths: list[int]) -> None:
         torch_npu.npu_fused_infer_attention_score(
-            query, cache, cache, num_heads=2, input_layout="TND", block_size=4,
+            query, cache, cache, num_heads=2, input_layout="TND", block_size=16,
             block_table=torch.zeros(rows, 2, dtype=torch.int32, device="npu"),
             actual_seq_lengths=[1, 2, 3], actual_seq_lengths_kv=lengths,
         )  # fmt: skip
@@ -127,26 +128,97 @@ def test_too_few_lengths_or_block_table_rows_are_refused() -> None:
 
 def test_attention_computes_bias_and_sink_and_refuses_quantized_keys() -> None:
     draw = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(1, 2, count, 16, generator=draw) for count in (3, 5, 5))
-    bias, sink = torch.randn(1, 2, 3, 5, generator=draw), torch.randn(2, generator=draw)
+    query, key, value = (
+        torch.randn(1, 2, count, 16, generator=draw).half().float() for count in (3, 5, 5)
+    )
+    bias = torch.randn(1, 2, 3, 5, generator=draw).half().float()
+    sink = torch.randn(2, generator=draw).bfloat16().float()
+    on_device = [each.half().npu() for each in (query, key, value)]
+    near = partial(torch.testing.assert_close, rtol=2e-3, atol=2e-3)
     scores = query @ key.transpose(-1, -2) * 0.5
     out, _ = torch_npu.npu_fused_infer_attention_score(
-        query.npu(), key.npu(), value.npu(), pse_shift=bias.npu(), **OPTIONS
+        *on_device, pse_shift=bias.half().npu(), **OPTIONS
     )
-    torch.testing.assert_close(out.cpu(), (scores + bias).softmax(-1) @ value)
+    near(out.cpu().float(), (scores + bias).softmax(-1) @ value)
     out, _ = torch_npu.npu_fused_infer_attention_score_v2(
-        query.npu(), key.npu(), value.npu(), learnable_sink=sink.npu(),
+        *on_device, learnable_sink=sink.bfloat16().npu(),
         num_query_heads=2, softmax_scale=0.5, input_layout="BNSD",
     )  # fmt: skip
     with_sink = torch.cat([scores, sink.view(1, 2, 1, 1).expand(1, 2, 3, 1)], -1).softmax(-1)
-    torch.testing.assert_close(out.cpu(), with_sink[..., :-1] @ value)
+    near(out.cpu().float(), with_sink[..., :-1] @ value)
     scale = torch.ones(2, 16, dtype=torch.float16, device="npu")
     refused = message(
         lambda: torch_npu.npu_fused_infer_attention_score(
-            query.npu(), key.npu(), value.npu(), antiquant_scale=scale, **OPTIONS
+            *on_device, antiquant_scale=scale, **OPTIONS
         )
     )
     assert "lacks antiquant_scale" in refused
+
+
+def attend_with(
+    layout: str = "TND", dtype: torch.dtype = torch.bfloat16, dim: int = 128, block: int = 128,
+    heads: tuple[int, int] = (4, 2), table: torch.dtype = torch.int32,
+    keys: torch.dtype | None = None, rope: int = 0, queries: int = 1, mask: Any = None,
+) -> None:  # fmt: skip
+    shape = (2, heads[0]) if layout == "TND" else (2, queries, heads[0])
+    options = {"actual_seq_lengths": [1, 2]} if layout == "TND" else {}
+    if rope:
+        options["query_rope"] = torch.ones(*shape, rope, dtype=dtype, device="npu")
+        options["key_rope"] = torch.ones(8, block, heads[1] * rope, dtype=dtype, device="npu")
+    cache = torch.ones(8, block, heads[1] * dim, dtype=keys or dtype, device="npu")
+    torch_npu.npu_fused_infer_attention_score(
+        torch.ones(*shape, dim, dtype=dtype, device="npu"), cache, cache, atten_mask=mask,
+        block_table=torch.zeros(2, 2, dtype=table, device="npu"), block_size=block,
+        actual_seq_lengths_kv=[5, 6], num_heads=heads[0], num_key_value_heads=heads[1],
+        input_layout=layout, **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "taken",
+    [
+        {}, {"dtype": torch.float16}, {"block": 1024}, {"dim": 192}, {"dim": 64, "heads": (2, 2)},
+        {"dim": 512, "rope": 64, "heads": (8, 1)}, {"rope": 64}, {"layout": "BSND", "dim": 96},
+        {"layout": "BSND", "block": 16}, {"layout": "BSND", "queries": 3, "block": 256},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_attention_takes_what_its_documents_allow(taken: dict[str, Any]) -> None:
+    attend_with(**taken)
+    torch.npu.synchronize()
+
+
+@pytest.mark.parametrize(
+    ("refused", "wrong"),
+    [
+        ({"dtype": torch.float32}, "query is not float16"),
+        ({"keys": torch.float16}, "another data type"),
+        ({"heads": (4, 3)}, "not a multiple of num_key_value_heads"),
+        ({"heads": (130, 2)}, "more than 64 times"),
+        ({"table": torch.int64}, "block_table is not int32"),
+        ({"dim": 8}, "head sizes of layout TND"),
+        ({"dim": 64}, "head sizes of layout TND"),
+        ({"dim": 512}, "head sizes of layout TND"),
+        ({"dim": 256, "rope": 64}, "beside a query_rope"),
+        ({"dim": 512, "rope": 64}, "one key head"),
+        ({"rope": 32}, "is not 64"),
+        ({"block": 4}, "block_size"),
+        ({"block": 2048}, "block_size"),
+        ({"layout": "BSND", "dim": 100}, "multiples of 16 bytes"),
+        ({"layout": "BSND", "dim": 640}, "up to 512"),
+        ({"layout": "BSND", "queries": 3, "block": 16}, "block_size"),
+        ({"layout": "BSND", "block": 1024}, "block_size"),
+        ({"mask": torch.float32}, "atten_mask"),
+    ],
+    ids=str,
+)
+def test_attention_refuses_what_its_documents_do_not_allow(
+    refused: dict[str, Any], wrong: str
+) -> None:
+    if "mask" in refused:
+        refused = {"mask": torch.zeros(1, 1, 256, dtype=refused["mask"], device="npu")}
+    found = message(lambda: attend_with(**refused))
+    assert "561002" in found and wrong in found
 
 
 # Captures -----------------------------------------------------------------------------------------
@@ -323,7 +395,7 @@ right = []
 for length in (5, 8):
     update_orders.graph_wait_then_replay(model, length)
     torch.npu.synchronize()
-    right.append(torch.allclose(model.out.cpu(), model.expected(length), atol=1e-5))
+    right.append(update_orders.close(model.out, model.expected(length)))
 print(right)
 """
 
@@ -339,17 +411,21 @@ def test_on_an_older_cann_a_signal_lasts_until_its_reset(
     assert run(forgotten).split() == ["[False,", "False]"]
 
 
-def test_recording_more_events_than_the_device_has_raises_207007() -> None:
+def test_only_events_of_the_limited_kind_run_out_with_207007_and_only_they_are_reset() -> None:
     code = """
-events = []
-try:
-    for _ in range(200):
-        events.append(torch.npu.Event())
-        events[-1].record()
-except RuntimeError as error:
-    print('207007' in str(error))
+import ctypes
+library = ctypes.CDLL("libascendcl.so")
+events = [torch.npu.Event() for _ in range(200)]
+for event in events:
+    event.record()
+made = [ctypes.c_void_p() for _ in range(102)]
+found = [library.aclrtCreateEventWithFlag(ctypes.byref(event), 0x20) for event in made[:101]]
+print(set(found[:100]), found[100])
+print(library.aclrtCreateEventExWithFlag(ctypes.byref(made[101]), 1))
+print([library.aclrtResetEvent(event, None) for event in (made[0], made[101])])
 """
-    assert run(code, events=100).split() == ["True"]
+    # torch_npu's own events are of the other kind.
+    assert run(code, events=100).splitlines() == ["{0} 207007", "0", "[0, 207000]"]
 
 
 def test_a_captured_graph_holds_no_stream_with_software_queues() -> None:
@@ -366,3 +442,41 @@ for _ in range(8):
 print(before - simulator.available_streams(), out.tolist()[0])
 """
     assert run(code, software_queues=1).split() == ["0", "2.0"]
+
+
+def test_wrong_time_outs_and_modes_and_destroyed_or_captured_streams_are_refused() -> None:
+    library = ctypes.CDLL("libascendcl.so")
+    pointer, made = ctypes.c_void_p(), ctypes.c_void_p()
+    for time_out in (0, -2):
+        assert library.aclrtSynchronizeStreamWithTimeout(None, time_out) == 107000
+        assert library.aclrtSynchronizeDeviceWithTimeout(time_out) == 107000
+    assert library.aclrtCreateStream(ctypes.byref(made)) == 0
+    assert library.aclmdlRICaptureBegin(made, 7) == 107000
+    assert library.aclmdlRICaptureThreadExchangeMode(ctypes.byref(ctypes.c_int(7))) == 107000
+    assert library.aclmdlRICaptureBegin(made, 2) == 0
+    assert library.aclrtDestroyStream(made) == 107027
+    assert library.aclmdlRICaptureEnd(made, ctypes.byref(pointer)) == 0
+    assert library.aclmdlRIDestroy(pointer) == 0
+    assert library.aclrtDestroyStream(made) == 0
+    assert library.aclrtDestroyStream(made) == 107000
+    assert library.aclmdlRICaptureBegin(made, 2) == 107000
+    assert library.aclrtSynchronizeStreamWithTimeout(made, -1) == 107000
+    assert library.aclrtValueWrite(ctypes.byref(pointer), 1, 0, made) == 107000
+
+
+def test_an_update_with_a_kernel_of_another_type_is_refused() -> None:
+    # In a process of its own: torch_npu's launch queue ends with the error.
+    code = """
+import update_orders
+model = update_orders.Attention()
+x, stream = torch.ones(4, device="npu"), model.updates
+torch.npu.synchronize()
+try:
+    with torch.npu.stream(stream):
+        torch.npu.graph_task_update_begin(stream, model.sites[0][4])
+        x.add_(1)
+        torch.npu.graph_task_update_end(stream)
+except RuntimeError as error:
+    print("507000" in str(error), "kernel of another type" in str(error))
+"""
+    assert run(code).split() == ["True", "True"]

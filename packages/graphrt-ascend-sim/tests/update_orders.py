@@ -22,13 +22,13 @@ class Attention:
 
     def __init__(self, pool: Any = None) -> None:
         draw = torch.Generator().manual_seed(0)
-        self.host = [torch.randn(1, 2, 8, 4, generator=draw) for _ in range(2 * LAYERS)]
-        self.device = [tensor.npu() for tensor in self.host]
-        self.query = torch.randn(1, 2, 1, 4, generator=draw)
+        self.host = [torch.randn(1, 2, 8, 16, generator=draw) for _ in range(2 * LAYERS)]
+        self.device = [tensor.half().npu() for tensor in self.host]
+        self.query = torch.randn(1, 2, 1, 16, generator=draw)
         self.updates = torch.npu.Stream()
         self.done: Any = None
         self.graph, self.sites = torch.npu.NPUGraph(), []
-        hidden = self.query.npu()
+        hidden = self.query.half().npu()
         self.keep = hidden
         # Of the most that any lengths need, and kept: an update that allocates its own is an error.
         self.workspace = torch_npu._npu_fused_infer_attention_score_get_max_workspace(
@@ -180,6 +180,11 @@ WRONG = [
 ]
 
 
+def close(out: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether a result in float16 is this one; those of other lengths are further away."""
+    return torch.allclose(out.cpu().float(), expected, atol=2e-2)
+
+
 def wrong_steps(order: Callable[[Attention, int], None]) -> list[int]:
     """The steps whose result is not the expected one."""
     model, found = Attention(), []
@@ -187,11 +192,7 @@ def wrong_steps(order: Callable[[Attention, int], None]) -> list[int]:
         order(model, length)
         found.append(model.out.clone())
     torch.npu.synchronize()
-    return [
-        length
-        for length, out in enumerate(found, 1)
-        if not torch.allclose(out.cpu(), model.expected(length), atol=1e-5)
-    ]
+    return [length for length, out in enumerate(found, 1) if not close(out, model.expected(length))]
 
 
 def main(name: str) -> None:

@@ -17,7 +17,8 @@ These variables of the environment, read when it starts, select what it does:
     GRAPHRT_SIM_QUEUE_DEPTH  entries of a stream's queue (2048)
     GRAPHRT_SIM_MEMORY_MB    device memory (4096)
     GRAPHRT_SIM_EVENTS       events of the device (65536)
-    GRAPHRT_SIM_VALUE_WAIT   0: a CANN without aclrtValueWait, where a signal must be reset (1)
+    GRAPHRT_SIM_CANN         the CANN it says it is: 8.5.0, 8.3.RC1, or 8.1.RC1, which has no
+                             aclrtValueWait, so that a signal must be reset (8.5.0)
     GRAPHRT_SIM_UPDATE_FIRST 1: a device on which a graph that has begun runs alone, so that it must
                              have every signal before (0)
     GRAPHRT_SIM_SOFTWARE_QUEUES  1: a captured graph holds no stream of the device, and takes its

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import itertools
 import os
 import re
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,8 +23,10 @@ from graphrt.errors import PlatformError
 
 SOURCES = Path(__file__).with_name("native")
 DEVICE_LIBRARY, OPERATOR_LIBRARY = "libascendcl.so", "libopapi.so"
-# The device of a CANN that has no aclrtValueWait, as its folder in the cache.
-OLD_CANN = "without_value_wait"
+# The one without aclrtValueWait, and its folder in the cache: CANN's pages have it from 8.2.RC1 on.
+OLD_CANN = "8.1.RC1"
+# Those of CANN that the simulator says it is, the default last.
+VERSIONS = (OLD_CANN, "8.3.RC1", "8.5.0")
 # Linked by torch_npu too; what it looks for in them is in the device library.
 _EMPTY_LIBRARIES = (
     "libacl_op_compiler.so",
@@ -119,8 +123,14 @@ def _build_in(work: Path) -> None:
     # The slow ones first.
     jobs = [["-std=c++20", *include, str(path)] for path in operators]
     jobs += [["-std=c++17", str(path)] for path in (*device, missing)]
+    done = itertools.count(1)
+
+    def compile_one(job: list[str]) -> None:
+        _run(work, *_FLAGS, f"-I{SOURCES}", "-c", *job)
+        sys.stderr.write(f"graphrt: building the simulator: {next(done)} of {len(jobs)} files\n")
+
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as threads:
-        list(threads.map(lambda job: _run(work, *_FLAGS, f"-I{SOURCES}", "-c", *job), jobs))
+        list(threads.map(compile_one, jobs))
 
     def objects(paths: list[Path]) -> list[str]:
         return [f"{path.stem}.o" for path in paths]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import io
 import os
 import platform
 import sys
 import threading
+from contextlib import redirect_stdout
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
@@ -69,15 +71,25 @@ def start() -> None:
         _device = _declared(inherited or _load())
 
 
+def _cann() -> str:
+    return os.environ.get("GRAPHRT_SIM_CANN") or building.VERSIONS[-1]
+
+
 def _load() -> ctypes.CDLL:
+    if _cann() not in building.VERSIONS:
+        raise PlatformError(
+            "the Ascend simulator is no such CANN",
+            got=f"GRAPHRT_SIM_CANN={_cann()}",
+            expected=", ".join(building.VERSIONS),
+        )
     if not building.is_built():
-        sys.stderr.write("graphrt: building the simulator, once; this takes a minute\n")
+        sys.stderr.write("graphrt: building the simulator, once; this takes minutes\n")
     directory = building.build()
     # The simulated device has no virtual memory.
     os.environ.setdefault("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:False")
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     directories = [directory]
-    if os.environ.get("GRAPHRT_SIM_VALUE_WAIT", "1") == "0":
+    if _cann() == building.OLD_CANN:
         directories.insert(0, directory / building.OLD_CANN)
     paths = [*map(str, directories), os.environ.get("LD_LIBRARY_PATH", "")]
     # For the processes started from this one; it changes nothing here.
@@ -88,7 +100,12 @@ def _load() -> ctypes.CDLL:
     device = ctypes.CDLL(str(directories[0] / building.DEVICE_LIBRARY), mode=ctypes.RTLD_GLOBAL)
     for name in building.LIBRARIES[1:]:
         ctypes.CDLL(str(directory / name), mode=ctypes.RTLD_GLOBAL)
-    importlib.import_module("torch_npu")
+    # It prints that it misses the folder of a CANN, of which the simulator has none.
+    said = io.StringIO()
+    with redirect_stdout(said):
+        importlib.import_module("torch_npu")
+    lines = said.getvalue().splitlines(keepends=True)
+    sys.stdout.write("".join(line for line in lines if "ASCEND_HOME_PATH" not in line))
     return device
 
 

@@ -26,6 +26,7 @@ Settings* read() {
     const long megabytes = static_cast<long>(read->memory >> 20);
     read->memory = static_cast<size_t>(number("GRAPHRT_SIM_MEMORY_MB", megabytes)) << 20;
     if (const char* soc = std::getenv("GRAPHRT_SIM_SOC")) read->soc = soc;
+    if (const char* cann = std::getenv("GRAPHRT_SIM_CANN"); cann && *cann) read->cann = cann;
     read->update_first = number("GRAPHRT_SIM_UPDATE_FIRST", 0) != 0;
     read->software_queues = number("GRAPHRT_SIM_SOFTWARE_QUEUES", 0) != 0;
     read->allocating_updates = number("GRAPHRT_SIM_ALLOCATING_UPDATES", 0) != 0;

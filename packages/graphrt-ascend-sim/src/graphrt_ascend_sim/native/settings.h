@@ -26,6 +26,7 @@ struct Settings {
     int hang_ms = 3000;              // GRAPHRT_SIM_HANG_MS
     size_t memory = 4ull << 30;      // GRAPHRT_SIM_MEMORY_MB
     std::string soc = "Ascend910B3"; // GRAPHRT_SIM_SOC
+    std::string cann = "8.5.0";      // GRAPHRT_SIM_CANN
     bool update_first = false;       // GRAPHRT_SIM_UPDATE_FIRST
     bool software_queues = false;    // GRAPHRT_SIM_SOFTWARE_QUEUES
     bool allocating_updates = false; // GRAPHRT_SIM_ALLOCATING_UPDATES

@@ -111,4 +111,7 @@ private:
 
 Device& device();
 
+aclError check_exists(const Stream& stream);
+aclError check_timeout(int32_t timeout_ms);
+
 }  // namespace sim

@@ -1,5 +1,6 @@
 // Events; external ones are torch.npu.ExternalEvent where CANN cannot wait for a value.
 
+#include <algorithm>
 #include <chrono>
 #include <memory>
 #include <string>
@@ -15,6 +16,7 @@ namespace {
 
 struct Event {
     bool external = false;  // may tie a graph to other streams
+    bool limited = false;   // of those that the device has a number of
     bool signalled = false;  // an external one
     uint64_t recorded = 0, reached = 0;
     double milliseconds = 0;
@@ -93,26 +95,35 @@ aclError wait_in_capture(Lock& lock, Stream& stream, const Event& event) {
     return error;
 }
 
+void make(aclrtEvent* handle, uint32_t flag, bool limited) {
+    auto event = std::make_shared<Event>();
+    event->external = flag & kExternalFlag;
+    event->limited = limited;
+    *handle = event.get();
+    events()[*handle] = std::move(event);
+}
+
 }  // namespace
 
+// CANN's page of it (aclcppdevg_03_0081 of 9.0.0): no limit of the hardware, and no reset.
 API aclError aclrtCreateEventExWithFlag(aclrtEvent* handle, uint32_t flag) {
     SIM_CALL();
     Lock lock(device().mutex);
-    // CANN's documentation of aclrtCreateEvent: 65,536 events a device on A2 and A3.
-    if (events().size() >= static_cast<size_t>(settings().events)) {
-        return fail(kNoEvent, "the device has no event left: " + std::to_string(events().size()) +
-                                  " are in use");
-    }
-    auto event = std::make_shared<Event>();
-    event->external = flag & kExternalFlag;
-    *handle = event.get();
-    events()[*handle] = std::move(event);
+    make(handle, flag, false);
     return kOk;
 }
 
-API aclError aclrtCreateEventWithFlag(aclrtEvent* event, uint32_t flag) {
+// CANN's documentation of aclrtCreateEvent: 65,536 events a device on A2 and A3.
+API aclError aclrtCreateEventWithFlag(aclrtEvent* handle, uint32_t flag) {
     SIM_CALL();
-    return aclrtCreateEventExWithFlag(event, flag);
+    Lock lock(device().mutex);
+    const auto used = std::count_if(events().begin(), events().end(),
+                                    [](const auto& each) { return each.second->limited; });
+    if (used >= settings().events) {
+        return fail(kNoEvent, "the device has no event left: " + std::to_string(used) + " are in use");
+    }
+    make(handle, flag, true);
+    return kOk;
 }
 
 API aclError aclrtDestroyEvent(aclrtEvent handle) {
@@ -168,6 +179,8 @@ API aclError aclrtResetEvent(aclrtEvent handle, aclrtStream stream) {
     Lock lock(device().mutex);
     EventPtr event = find(handle);
     if (!event) return fail(kParameter, "no such event");
+    // IsNewMode in EventReset of the CANN runtime's api_impl.cc.
+    if (!event->limited) return fail(kNotSupported, "an event of aclrtCreateEventExWithFlag has no reset");
     auto task = std::make_shared<Task>();
     task->name = "event reset";
     task->run = [=](GraphRun*) { event->signalled = false; };

@@ -32,7 +32,19 @@ bool Device::take_streams(int count) {
     return true;
 }
 
+// CANN's constraints: what was destroyed must not be used. On the device nothing looks.
+aclError check_exists(const Stream& stream) {
+    if (!stream.destroyed) return kOk;
+    return fail(kParameter, "stream " + std::to_string(stream.id) + " was destroyed");
+}
+
+aclError check_timeout(int32_t timeout_ms) {
+    if (timeout_ms == -1 || timeout_ms > 0) return kOk;
+    return fail(kParameter, "a time-out is -1 or more than 0, not " + std::to_string(timeout_ms));
+}
+
 aclError Device::submit(Lock& lock, Stream& stream, TaskPtr task) {
+    if (aclError error = check_exists(stream)) return error;
     if (stream.updating) {
         TaskPtr update;
         if (aclError error = append_to_update(stream, task, update)) return error;
@@ -79,7 +91,10 @@ API aclError aclrtDestroyStream(aclrtStream handle) {
     Lock lock(device().mutex);
     // The struct stays: tasks of captured graphs may name it.
     Stream* stream = device().find(handle);
-    if (!stream->destroyed) device().streams_used--;
+    // StreamDestroy in api_error.cc of the CANN runtime.
+    if (aclError error = check_not_captured(*stream, "a stream was destroyed")) return error;
+    if (aclError error = check_exists(*stream)) return error;
+    device().streams_used--;
     stream->destroyed = true;
     return kOk;
 }
@@ -103,11 +118,24 @@ API aclError aclrtStreamGetId(aclrtStream stream, int32_t* id) {
     return kOk;
 }
 
+// Types 1 to 5 of acl_rt.h. torch_npu 2.13 sets the fourth around every capture on CANN 8.5 and later
+// (apply_cache_op_info in NPUGraph.cpp), at the end of it while the stream is captured.
+API aclError aclrtSetStreamAttribute(aclrtStream handle, int type, const uint64_t*) {
+    SIM_CALL();
+    Lock lock(device().mutex);
+    if (aclError error = check_exists(*device().find(handle))) return error;
+    if (type < 1 || type > 5) return fail(kParameter, "streams have no attribute of this type");
+    return kOk;
+}
+
 API aclError aclrtSynchronizeStreamWithTimeout(aclrtStream handle, int32_t timeout_ms) {
     SIM_CALL();
     Lock lock(device().mutex);
     Stream* stream = device().find(handle);
+    // This order is that of StreamSynchronize in api_error.cc of the CANN runtime.
+    if (aclError error = check_timeout(timeout_ms)) return error;
     if (aclError error = check_not_captured(*stream, "a stream was waited for")) return error;
+    if (aclError error = check_exists(*stream)) return error;
     device().synchronizations++;
     return device().wait(lock, "the stream", [=] { return stream->queue.empty(); }, timeout_ms);
 }
@@ -120,6 +148,7 @@ API aclError aclrtSynchronizeStream(aclrtStream stream) {
 API aclError aclrtSynchronizeDeviceWithTimeout(int32_t timeout_ms) {
     SIM_CALL();
     Lock lock(device().mutex);
+    if (aclError error = check_timeout(timeout_ms)) return error;
     if (aclError error = check_device_idle_of_captures("the device was waited for")) return error;
     device().synchronizations++;
     return device().wait(lock, "the device", [] { return device().idle(); }, timeout_ms);

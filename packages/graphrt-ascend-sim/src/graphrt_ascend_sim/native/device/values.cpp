@@ -1,5 +1,5 @@
 // Words of device memory that streams wait for and write: torch.npu.ExternalEvent, where CANN has
-// these functions. GRAPHRT_SIM_VALUE_WAIT=0 takes a library without this file.
+// these functions: from 8.2.RC1 on. GRAPHRT_SIM_CANN=8.1.RC1 takes a library without this file.
 
 #include <memory>
 #include <string>

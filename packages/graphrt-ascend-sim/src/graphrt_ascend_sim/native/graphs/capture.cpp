@@ -21,6 +21,12 @@ constexpr int kSharedQueues = 1024;
 thread_local int thread_mode = kGlobal;
 int next_graph = 0;
 
+// StreamBeginCapture and ThreadExchangeCaptureMode in api_error_aclgraph.cc of the CANN runtime.
+aclError check_mode(int mode) {
+    if (mode >= kGlobal && mode <= kRelaxed) return kOk;
+    return fail(kParameter, "there is no capture mode " + std::to_string(mode));
+}
+
 aclError drop(Graph* graph, aclError code, const std::string& text) {
     end_capture(*graph);
     // A branch goes with the graph that it is of, which cannot be ended without it.
@@ -151,6 +157,8 @@ API aclError aclmdlRICaptureBegin(aclrtStream handle, int mode) {
     SIM_CALL();
     Lock lock(device().mutex);
     Stream& stream = *device().find(handle);
+    if (aclError error = check_mode(mode)) return error;
+    if (aclError error = check_exists(stream)) return error;
     if (&stream == device().default_stream()) {
         return fail(kNotSupported, "the default stream cannot be captured");
     }
@@ -207,6 +215,7 @@ API aclError aclmdlRICaptureEnd(aclrtStream handle, aclmdlRI* model) {
 
 API aclError aclmdlRICaptureThreadExchangeMode(int* mode) {
     SIM_CALL();
+    if (aclError error = check_mode(*mode)) return error;
     std::swap(*mode, thread_mode);
     return kOk;
 }

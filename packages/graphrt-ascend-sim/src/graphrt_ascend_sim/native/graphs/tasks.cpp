@@ -14,6 +14,15 @@ namespace sim {
 // The device inserts idle entries, so that it does not fetch a task before it was updated.
 constexpr int kGroupEntries = 8;
 
+// Attention takes cube and vector cores together, a product cube cores, the rest vector cores.
+enum class Cores { kVector, kCube, kBoth };
+
+Cores cores_of(const Task& task) {
+    const auto has = [&](const char* part) { return task.name.find(part) != std::string::npos; };
+    if (has("Attention")) return Cores::kBoth;
+    return has("aclnnMm") || has("Matmul") || has("Addmm") ? Cores::kCube : Cores::kVector;
+}
+
 aclError append_to_update(Stream& stream, const TaskPtr& task, TaskPtr& update) {
     TaskGroup& group = *stream.updating;
     if (!task->kernel) return fail(kTaskType, "an update cannot hold: " + task->name);
@@ -21,6 +30,11 @@ aclError append_to_update(Stream& stream, const TaskPtr& task, TaskPtr& update) 
         return fail(kTaskMismatch, "the update has more tasks than the group it updates");
     }
     TaskPtr target = group.tasks[group.updated++];
+    // InternalUpdateTaskPrepare in aix_stars.cc of the CANN runtime.
+    if (cores_of(*task) != cores_of(*target)) {
+        return fail(kTaskMismatch, "an update of " + target->name + " with a kernel of another type: " +
+                                       task->name);
+    }
     group.allocated |= task->allocated;
     update = std::make_shared<Task>();
     update->name = "update of " + target->name;

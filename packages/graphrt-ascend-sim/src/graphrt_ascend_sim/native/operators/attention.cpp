@@ -139,6 +139,72 @@ struct Call {
     In query_rope, key_rope, sinks;
 };
 
+// What the page of npu_fused_infer_attention_score allows (the numbers are its lines), or that of its
+// v2 (275): op-plugin at 517f2e7d, docs/zh/custom_APIs/torch_npu. Of what the simulator computes.
+std::string wrong_tensors(const Call& call) {
+    const std::string layouts = call.layout, layout = layouts.substr(0, layouts.find('_'));
+    const bool packed = layout == "TND" || layout == "NTD";
+    const int64_t heads = call.options.heads, kv_heads = call.options.kv_heads ? call.options.kv_heads : heads;
+    const auto type = call.query->type;
+    if (type != at::kHalf && type != at::kBFloat16) return "query is not float16 or bfloat16";  // 86
+    for (List list : {call.keys, call.values}) {
+        // 88, 90 and 270: other types, int8 among them, come with scales.
+        for (const aclTensor* tensor : list->tensors) {
+            if (tensor->type != type) return "key or value have another data type than query";
+        }
+    }
+    if (heads % kv_heads || heads / kv_heads > 64) {  // 208
+        return "num_heads is not a multiple of num_key_value_heads, or more than 64 times as many";
+    }
+    if (call.mask) {  // 98
+        const auto mask = call.mask->type;
+        if (mask != at::kBool && mask != at::kChar && mask != at::kByte) {
+            return "atten_mask is not bool, int8 or uint8";
+        }
+    }
+    const auto width = [&](const aclTensor& tensor, int64_t count, bool paged) {
+        const bool joined = paged ? tensor.sizes.size() == 3 : layout == "BSH";
+        return tensor.sizes.back() / (joined ? count : 1);
+    };
+    const bool paged = call.blocks != nullptr;
+    const int64_t q = width(*call.query, heads, false);
+    const int64_t k = width(*call.keys->tensors[0], kv_heads, paged);
+    const int64_t v = width(*call.values->tensors[0], kv_heads, paged);
+    const std::string widths = std::to_string(q) + ", " + std::to_string(k) + ", " + std::to_string(v);
+    if (!call.query_rope != !call.key_rope) return "query_rope and key_rope go together";  // 324
+    if (call.query_rope) {
+        if (call.query_rope->type != type || call.key_rope->type != type) {  // 325
+            return "query_rope or key_rope have another data type than query";
+        }
+        if (width(*call.query_rope, heads, false) != 64 || width(*call.key_rope, kv_heads, paged) != 64) {
+            return "the head size of query_rope and key_rope is not 64";  // 331, 332, 341
+        }
+        if (k != q || v != q || (q != 512 && q != 128)) {  // 326, 389
+            return "head sizes beside a query_rope are not all 512 or all 128: " + widths;
+        }
+        if (q == 512 && (heads > 128 || (heads & (heads - 1)) || kv_heads != 1)) {  // 331, 332
+            return "beside a query_rope there is one key head, and 1, 2, 4 to 128 of the query";
+        }
+    } else if (packed) {  // 388, 275
+        const bool same = k == q && v == q && (q == 128 || q == 192 || (q == 64 && kv_heads == heads));
+        if (!same && !(q == 192 && k == 192 && v == 128)) {
+            return "head sizes of layout " + layout + " are not 128, 192 or (without GQA) 64: " + widths;
+        }
+    } else if (q != k || q > 512 || v > 512 || q % 8 || v % 8) {  // 78, 400
+        return "head sizes are not multiples of 16 bytes up to 512: " + widths;
+    }
+    if (!paged) return "";
+    if (call.blocks->type != at::kInt || call.blocks->sizes.size() != 2) {  // 128
+        return "block_table is not int32 of two dimensions";
+    }
+    const int64_t block = call.options.block_size;
+    const bool one = !packed && call.query->sizes[layout == "BNSD" ? 2 : 1] == 1;
+    const bool fits = packed || call.query_rope ? block % 16 == 0 && block <= 1024     // 335, 391
+                      : one                     ? block <= 512                         // 300
+                                                : block % 128 == 0 && block <= 512;
+    return fits && block > 0 ? "" : "block_size has a value that the layout does not take: " + std::to_string(block);
+}
+
 int prepare_attention(const char* name, uint64_t* workspace, aclOpExecutor** executor,
                       const Call& call, Out out, Out lse) {
     const Lengths lengths{hold(call.query_lengths), hold(call.key_lengths)};
@@ -146,7 +212,8 @@ int prepare_attention(const char* name, uint64_t* workspace, aclOpExecutor** exe
     const std::string layouts = call.layout;
     const Shapes shapes = shapes_of(call.query, call.keys, call.blocks, lengths, layouts,
                                     options.block_size);
-    const std::string wrong = wrong_lengths(shapes, lengths);
+    std::string wrong = wrong_tensors(call);
+    if (wrong.empty()) wrong = wrong_lengths(shapes, lengths);
     if (!wrong.empty()) return fail(kTilingFailed, wrong);
     const bool wants_lse = call.wants_lse;
     return prepare(

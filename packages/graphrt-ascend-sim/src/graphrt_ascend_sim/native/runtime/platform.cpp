@@ -16,6 +16,14 @@ namespace {
 thread_local int current_device = 0;
 constexpr int64_t kCores = 24;
 
+// aclCANNPackageVersion of acl_rt.h. Its other parts, which torch_npu does not read, stay empty.
+struct PackageVersion {
+    char version[128];
+    char parts[4][64];
+    char reserved[128];
+};
+constexpr int kDriver = 7;  // ACL_PKG_NAME_DRIVER
+
 }  // namespace
 
 API aclError aclInit(const char*) {
@@ -44,6 +52,13 @@ API aclError aclrtResetDevice(int) {
 API aclError aclrtGetDeviceCount(uint32_t* count) {
     SIM_CALL();
     *count = 1;
+    return kOk;
+}
+API aclError aclsysGetCANNVersion(int package, PackageVersion* version) {
+    SIM_CALL();
+    if (package == kDriver) return fail(kParameter, "the simulator has no driver");
+    *version = {};
+    settings().cann.copy(version->version, sizeof(version->version) - 1);
     return kOk;
 }
 API const char* aclrtGetSocName() { return settings().soc.c_str(); }

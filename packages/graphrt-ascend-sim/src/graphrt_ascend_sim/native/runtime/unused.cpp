@@ -13,6 +13,7 @@
         return sim::fail(sim::kNotSupported, std::string("the simulator lacks ") + #name); \
     }
 
+QUIET(HcclSetConfig)
 QUIET(MsprofGetHashId)
 QUIET(MsprofRegisterCallback)
 QUIET(MsprofReportAdditionalInfo)
