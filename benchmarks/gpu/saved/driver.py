@@ -28,6 +28,11 @@ ATTRIBUTES = (1, 2, CLUSTER, CLUSTER_SCHEDULING, 8, 9, 10, 11, 14)
 """CUlaunchAttributeID of a kernel node; programmatic launches are edges of a kind of their own."""
 TRAITS = (0, 1, 2, 3, 4, 5, 6)
 """CUfunction_attribute: threads, shared, constant and local bytes, registers, PTX, binary."""
+PARTS = (
+    "kinds", "kernels", "launch", "starts", "arguments", "blob", "relocations", "attribute_of",
+    "attributes", "edges", "edge_kinds",
+)  # fmt: skip
+"""The arrays of a graph."""
 LEAST, MOST = 1 << 20, 1 << 57
 PARAMETERS = np.dtype(
     {

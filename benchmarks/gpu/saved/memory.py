@@ -28,7 +28,7 @@ def ranges(named: Mapping[str, Tensor], pool: tuple[int, int], stream: int) -> l
     for name, tensor in named.items():
         start, size = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
         found.setdefault(start, (start, start + size, name))
-    sizes, pools = workspace_sizes(), {}
+    sizes, pools, workspaces = workspace_sizes(), {}, 0
     for segment in torch.cuda.memory_snapshot():
         at = segment["address"]
         if tuple(segment["segment_pool_id"]) == pool:
@@ -37,8 +37,10 @@ def ranges(named: Mapping[str, Tensor], pool: tuple[int, int], stream: int) -> l
             continue
         for block in segment["blocks"]:
             is_used = block["state"] == "active_allocated"
-            if is_used and block["requested_size"] in sizes and segment["stream"] == stream:
-                found[at] = at, at + block["size"], f"workspace {block['requested_size']}"
+            may_be = is_used and block["requested_size"] in sizes and segment["stream"] == stream
+            if may_be and at not in found:  # a weight may have the same size
+                found[at] = at, at + block["size"], f"workspace {workspaces}"
+                workspaces += 1
             at += block["size"]
     for kind, (low, high) in pools.items():
         found[low] = low, high, f"pool {kind}"
