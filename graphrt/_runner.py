@@ -74,7 +74,7 @@ class GraphRunner(Runner[R]):
         setup = RunnerSetup(
             forward, plan, inputs, outputs, host, options, platform, pool, device, arguments
         )
-        super().__init__(setup, checks_for(setup))
+        super().__init__(setup, _checks_for(setup))
         if setup.options.find_nan:
             from graphrt.observe.nans import NanWatch
 
@@ -161,7 +161,12 @@ class GraphRunner(Runner[R]):
         super()._capture(progress, first)
 
 
-def checks_for(setup: RunnerSetup) -> StepChecks:
+def runner_of(setup: RunnerSetup) -> Runner[Any]:
+    """A runner of parts that are made already, with the checks of its level."""
+    return Runner(setup, _checks_for(setup))
+
+
+def _checks_for(setup: RunnerSetup) -> StepChecks:
     """The checks of a runner, by its level. At `off` nothing of `graphrt.trust` is imported before
     `verify()`."""
     if setup.options.checks("capture"):

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from graphrt._measure import step_of
-from graphrt._runner import GraphRunner, checks_for
+from graphrt._runner import GraphRunner, runner_of
 from graphrt.core.base import tree
 from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base.errors import CaptureError, InvalidOptionError, ResourceExhaustedError
@@ -147,7 +147,7 @@ def _second(runner: GraphRunner[Any]) -> Runner[Any]:
     # As much as is known of outputs: to release the second graph forgets its own.
     setup.outputs = copy.deepcopy(setup.outputs)
     setup.wrappers = setup._wrappers()
-    return Runner(setup, checks_for(setup))
+    return runner_of(setup)
 
 
 @undoing
