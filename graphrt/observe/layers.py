@@ -32,7 +32,7 @@ from graphrt._runner import GraphRunner, runner_of
 from graphrt.core.base import tree
 from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base.errors import CaptureError, InvalidOptionError, ResourceExhaustedError
-from graphrt.core.base.option_values import check_kind
+from graphrt.core.base.option_values import check_kind, count_of
 from graphrt.core.base.texts import aligned, counted
 from graphrt.core.batch.descriptor import Batch, checked_batch
 from graphrt.core.batch.modes import GraphMode
@@ -103,6 +103,8 @@ def layers(
     """
     check_kind("runner", runner, GraphRunner, optional=False, example="layers(runner, Batch(4))")
     check_kind("batch", batch, Batch)
+    if depth is not None:
+        count_of("depth", depth, least=0, example=1)
     refuse_inside_capture("layers()")
     setup = runner.graphs.setup
     if batch is None:

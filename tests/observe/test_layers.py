@@ -168,3 +168,20 @@ def test_a_layer_on_a_side_stream_is_refused():
         runner(x=torch.ones(4, 8, device="cuda"))
     assert runner.last_dispatch is not None and runner.last_dispatch.reason.name == "HIT"
     assert [row.name for row in layers(runner, Batch(4), depth=0).rows][-1] == "Forked"
+
+
+@pytest.mark.parametrize("depth", ["a", 1.5, -1])
+def test_a_depth_that_is_no_count_is_named(depth):
+    runner = GraphRunner(
+        torch.nn.Linear(8, 4),
+        mode="FULL",
+        sizes=[4],
+        inputs={"input": InputSpec(torch.float32, ("tokens", 8))},
+        outputs=("tokens", 4),
+        platform="cpu",
+    )
+    runner.capture()
+    with pytest.raises(InvalidOptionError, match="depth"):
+        layers(runner, Batch(4), depth=depth)
+    with pytest.raises(InvalidOptionError, match="times"):
+        page(runner.report(), times=layers(runner, Batch(4)))

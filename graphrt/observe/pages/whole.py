@@ -17,6 +17,7 @@ from typing import Any
 
 from graphrt._version import __version__
 from graphrt.core.base.files import write_whole
+from graphrt.core.base.option_values import check_kind
 from graphrt.core.base.texts import counted, seconds_text, size_text
 from graphrt.core.runner.report import RunnerReport, gain_of
 from graphrt.observe.figures import in_its_words
@@ -53,8 +54,9 @@ def page(
     """HTML of reports, of their plain data, or of files of them; two runs are compared. `times` are
     results of `layers`, each of which gets a table.
 
-    Raises `InvalidOptionError` for anything but reports.
+    Raises `InvalidOptionError` for anything but reports, and for `times` that are no list.
     """
+    check_kind("times", times, Sequence, optional=False, example="[layers(runner)]")
     found = [run for at, each in enumerate(reports, 1) for run in runs_of(each, f"run {at}")]
     runs = [Run(run.label, in_its_words(run.figures, run.figures)) for run in found]
     parts = [*_compared(*runs)] if len(runs) == 2 else []
