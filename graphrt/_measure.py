@@ -26,7 +26,7 @@ from graphrt.core.batch.descriptor import example_of
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.dispatch.reasons import Dispatch
 from graphrt.core.replay.recording import without_inner_graphs
-from graphrt.core.runner.contract import Step
+from graphrt.core.runner.contract import RunWatch, Step
 from graphrt.core.runner.executor import StepExecutor
 
 _SEED = 0
@@ -97,25 +97,13 @@ def _times_of(executor: StepExecutor, undo: Undo, dispatch: Dispatch) -> tuple[f
         with timed("eager"):
             return without_inner_graphs(forward)
 
-    def watched(forward: Callable[[], Any]) -> Any:
-        tokens, inputs = dispatch.descriptor.num_tokens, prepared.layout.views
-        alone = partial(without_inner_graphs, forward)
-        return watch.run(None, tokens, inputs, lambda: alone)
-
-    def by_graph() -> None:
-        # As the engine does: what is a single graph needs no context.
-        if dispatch.mode is GraphMode.FULL and step.updates is None:
-            executor.run(prepared, step.batch, step.values)
-        else:
-            executor.run_padded(step)
-
     def run(call: Callable[[], object]) -> None:
         try:
             call()
         finally:
             watch.restore()
 
-    run(partial(executor.run_padded, step, eager=True, around=watched))
+    run(partial(run_watched, executor, step, watch))
     began = time.perf_counter()
     for count in range(_MOST_RUNS):
         passed = time.perf_counter() - began
@@ -123,7 +111,7 @@ def _times_of(executor: StepExecutor, undo: Undo, dispatch: Dispatch) -> tuple[f
             break
         run(partial(executor.run_padded, step, eager=True, around=eagerly))
         with timed("replay"):
-            by_graph()
+            run_by_graph(executor, step)
         watch.restore()
     return min(times["eager"]), min(times["replay"])
 
@@ -132,6 +120,28 @@ def _are_settled(times: Mapping[str, list[float]]) -> bool:
     """Whether the two fastest runs of each way take about as long."""
     fastest = (sorted(each)[:2] for each in times.values())
     return all(second <= 1.2 * first for first, second in fastest)
+
+
+def run_watched(executor: StepExecutor, step: Step, watch: RunWatch) -> None:
+    """Run a step of a graph eagerly, and save the state that it writes."""
+    prepared = executor.graphs.steps[step.dispatch.slot]
+    assert prepared is not None
+    views, tokens = prepared.layout.views, step.dispatch.descriptor.num_tokens
+
+    def watched(forward: Callable[[], Any]) -> Any:
+        alone = partial(without_inner_graphs, forward)
+        return watch.run(None, tokens, views, lambda: alone)
+
+    executor.run_padded(step, eager=True, around=watched)
+
+
+def run_by_graph(executor: StepExecutor, step: Step) -> None:
+    """Run a step by its graph as the engine does: what is a single graph needs no context."""
+    prepared = executor.graphs.steps[step.dispatch.slot]
+    if step.dispatch.mode is GraphMode.FULL and step.updates is None and prepared is not None:
+        executor.run(prepared, step.batch, step.values)
+    else:
+        executor.run_padded(step)
 
 
 def step_of(executor: StepExecutor, dispatch: Dispatch) -> Step:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from graphrt.core.base.errors import MissingCapabilityError
+from graphrt.core.base.option_values import nan_choice
 from graphrt.core.runner.runner import R, Runner
 
 if TYPE_CHECKING:
@@ -104,11 +105,11 @@ class GraphRunner(Runner[R]):
         `docs/concepts/trust.md`.
         """
         verify: Callable[..., R] = super().verify
-        if not nan:
+        if not nan_choice("nan", nan):
             return verify(batch, updates=updates, metadata=metadata, **values)
         from graphrt.observe.nans import verified
 
-        known, given = self._without_batch(batch, values)
+        known, given = self.inputs.completed(*self._without_batch(batch, values))
         again = partial(verify, batch, updates=updates, metadata=metadata, **values)
         outputs: R = verified(self, again, (known, given, updates, metadata), inf=nan == "inf")
         return outputs

@@ -67,7 +67,7 @@ class AscendOptions:
 
 
 def update_order_of(device: str, environment: Mapping[str, str] = os.environ) -> UpdateOrder:
-    """The order that a device of this name needs, by what vllm-ascend does on it.
+    """Whether this device updates tasks before a replay or after it, as vllm-ascend does there.
 
     At its commit 182b75ea: `_310p/model_runner_310p.py` line 638 (updates before the replay) and
     `worker/model_runner_v1.py` line 449 (virtualised NPUs: ENPU_ENABLE is "true").

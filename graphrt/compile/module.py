@@ -442,7 +442,7 @@ class CompiledModule:
     def _compile(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], step: ForwardContext | None = None
     ) -> None:
-        """Compile what plans have asked for, and pieces for a PIECEWISE `step`."""
+        """Compile the code of all modes that plans have; with a PIECEWISE `step` the pieces too."""
         check_may_compile(self, sealed=self._sealed)
         bound = self._subject.parameters.bind(args, kwargs)
         if step is not None:

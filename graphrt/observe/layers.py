@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from graphrt._measure import step_of
+from graphrt._measure import run_by_graph, run_watched, step_of
 from graphrt._runner import GraphRunner, runner_of
 from graphrt.core.base import tree
 from graphrt.core.base._undo import Undo, undoing
@@ -35,12 +35,11 @@ from graphrt.core.base.errors import CaptureError, InvalidOptionError, ResourceE
 from graphrt.core.base.option_values import check_kind, count_of
 from graphrt.core.base.texts import aligned, counted
 from graphrt.core.batch.descriptor import Batch, checked_batch
-from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.options import NO_LIMIT
 from graphrt.core.dispatch.reasons import Dispatch
 from graphrt.core.inputs.buffers import StaticInputs, batch_of
 from graphrt.core.replay.pool import GraphPool
-from graphrt.core.replay.recording import refuse_inside_capture, without_inner_graphs
+from graphrt.core.replay.recording import refuse_inside_capture
 from graphrt.core.runner.capture_session import RunnerCapture
 from graphrt.core.runner.contract import Step
 from graphrt.core.runner.runner import Runner
@@ -176,26 +175,15 @@ def _timed(
             got="; ".join(each.reason for each in graphs.dropped),
             advice="a smaller batch, or a run with fewer graphs",
         )
-    prepared = graphs.steps[dispatch.slot]
-    assert prepared is not None
     step = step_of(executor, dispatch)
     if values:
-        checked = dict(executor.inputs.declared.check(values, None, None))
+        completed = executor.inputs.completed(batch, values)[1]
+        checked = dict(executor.inputs.declared.check(completed, None, None))
         resolved = executor.updates_of(updates)
         step = Step(batch, dispatch, tree.cloned(executor.inputs.nest(checked)), resolved, metadata)
     watch = graphs.checks.runs(graphs.setup)
     undo.later(watch.state.generators.restore)
     undo.later(partial(watch.settle, lambda: None))
-
-    def watched(forward: Callable[[], Any]) -> Any:
-        tokens, inputs = dispatch.descriptor.num_tokens, prepared.layout.views
-        return watch.run(None, tokens, inputs, lambda: partial(without_inner_graphs, forward))
-
-    def by_graph() -> None:
-        if dispatch.mode is GraphMode.FULL and step.updates is None:
-            executor.run(prepared, step.batch, step.values)
-        else:
-            executor.run_padded(step)
 
     def run(call: Callable[[], object]) -> None:
         try:
@@ -206,10 +194,10 @@ def _timed(
 
     def all_runs() -> list[list[float]]:
         # The first run saves the state that the step writes.
-        run(partial(executor.run_padded, step, eager=True, around=watched))
+        run(partial(run_watched, executor, step, watch))
         spans = []
         for count in range(_WARM_UP + REPLAYS):
-            run(by_graph)
+            run(partial(run_by_graph, executor, step))
             spans += [marks.read()] if count >= _WARM_UP else []
         return spans
 
@@ -250,6 +238,14 @@ class _Marks(Listener):
     def begun(self, graph: Any) -> None:
         if self._layers is None:
             self._layers = _chosen(self._called, self._depth)
+            deepest = max(map(len, self._called), default=0) - 1
+            if self._depth is not None and self._depth > max(deepest, 0):
+                raise InvalidOptionError(
+                    "no module is called at this depth",
+                    got=f"depth={self._depth}",
+                    expected=f"at most {max(deepest, 0)}",
+                    advice=f"layers(runner, batch, depth={max(deepest, 0)})",
+                )
         self._count, self._at_mark = counter(self._platform, graph), -1
         if self._platform.device_type == "cuda":
             self._stream = torch.cuda.current_stream()

@@ -175,20 +175,21 @@ def first_nan(
         state.restore()
 
 
-def error_of(origin: Origin | None, step: Step, where: str) -> NanError:
-    """The error for a step with a NaN of this origin."""
+def error_of(origin: Origin | None, step: Step, where: str, *, inf: bool) -> NanError:
+    """The error for a step with a NaN of this origin, or with `inf` an infinity."""
+    returned = f"a step has returned a NaN{' or an infinity' if inf else ''}, {where}"
     if origin is None:
         return NanError(
-            f"a step has returned a NaN, {where}; run eagerly on its live rows it returns none",
+            f"{returned}; run eagerly on its live rows it returns none",
             op=None,
             source=None,
             got=str(step.batch),
             advice="runner.verify(...) compares both; or state that was not copied has changed",
         )
     if origin.argument:
-        what = f"a step has returned a NaN, {where}, which was there before: in {origin.argument}"
+        what = f"{returned}, which was there before: in {origin.argument}"
     else:
-        what = f"a step has returned a NaN, {where}: {origin.op} made it of arguments without one"
+        what = f"{returned}: {origin.op} made it of arguments without one"
     at = origin.source or "an unknown line"
     return NanError(
         what,
@@ -214,7 +215,7 @@ def verified(runner: Any, verify: Callable[[], Any], step: tuple[Any, ...], *, i
     outputs = verify()
     flag = unseen(lambda: _bad(tree.tensors(outputs), inf=inf))
     if flag is not None and bool(flag):
-        raise error_of(origin, tried, "as verified")
+        raise error_of(origin, tried, "as verified", inf=inf)
     return outputs
 
 
@@ -328,6 +329,7 @@ class NanWatch:
         if under_way and is_inside_capture():
             return self.run(batch, values, updates, metadata, agreed)
         self.look()
+        batch, values = executor.inputs.completed(batch, values)
         known = batch if batch is not None else batch_of(executor.inputs, values)
         found = executor.graphs.dispatcher.peek(known)
         flat = tree.cloned(executor.inputs.declared.check(values, None, None))
@@ -383,7 +385,8 @@ class NanWatch:
             origin = first_nan(self._executor, each.step, inf=self._inf)
         finally:
             unseen(partial(_write, regions, now))
-        error = error_of(origin, each.step, f"in a batch of {each.step.batch.num_tokens} tokens")
+        where = f"in a batch of {each.step.batch.num_tokens} tokens"
+        error = error_of(origin, each.step, where, inf=self._inf)
         if self._strict:
             raise error
         key = None if origin is None else origin[:2]

@@ -139,11 +139,11 @@ def annotate(
         )
     data = trace if isinstance(trace, dict) else _read(trace)
     events = data.get("traceEvents")
-    if not isinstance(events, list):
+    if not isinstance(events, list) or not all(isinstance(each, dict) for each in events):
         raise InvalidOptionError(
             "the data is no Chrome trace",
             got=", ".join(map(str, [*data][:5])) or "nothing",
-            expected='a dict with "traceEvents"',
+            expected='a dict with "traceEvents", a list of dicts',
             advice="profiler.export_chrome_trace(path)",
         )
     events[:] = [each for each in events if not _is_ours(each)]

@@ -187,6 +187,9 @@ def test_a_limit_of_graphs_holds_beside_the_bytes() -> None:
         runner = runner_of(Budget(device_bytes=21 * MIB), options=GraphOptions(max_graphs=most))
         runner.capture()
         assert len(tokens(runner)) == graphs and taken(runner) <= 21 * MIB
+        # The last ones that the limit has no room for would fit into the bytes.
+        says = [each.why for each in runner.plan.left_out]
+        assert any("max_graphs" in each for each in says) is (most == 3), says
 
 
 def test_strict_refuses_what_the_bytes_have_no_room_for() -> None:
@@ -222,7 +225,7 @@ def test_costs_may_be_those_of_single_graphs() -> None:
     budget = Budget(device_bytes=5 * MIB, cost=cost)
     plan = Plan("FULL", sizes=[1, 2, 4], platform="cpu", budget=budget)
     assert [key.num_tokens for _, key in plan.keys] == [4, 1]
-    with pytest.raises(InvalidOptionError, match="needs the cost of a FULL graph"):
+    with pytest.raises(InvalidOptionError, match=r'of which "FULL \[8 tokens'):
         Plan("FULL", sizes=[1, 2, 4, 8], platform="cpu", budget=budget)
 
 

@@ -301,6 +301,19 @@ def test_a_schedule_says_how_many_requests_and_tokens_there_are() -> None:
     assert smaller.decode[5][-1] == 100 and smaller.decode[4] == ()
 
 
+@pytest.mark.parametrize(("lengths", "reqs", "count"), [((7,), 32, 29), ((7, 5, 4), 64, 115)])
+def test_requests_alone_give_the_tokens_of_the_longest_decode_batch(
+    lengths: tuple[int, ...], reqs: int, count: int
+) -> None:
+    """As many graphs as the tokens by hand, and not those of a batch of so many tokens."""
+    held = capture_sizes(max_num_reqs=reqs, query_lens=lengths)
+    assert held == capture_sizes(
+        max_num_reqs=reqs, max_num_tokens=reqs * max(lengths), query_lens=lengths
+    )
+    plan = Plan("FULL_DECODE_ONLY", query_lens=lengths, max_num_reqs=reqs, platform="cpu")
+    assert len(plan.keys) == count
+
+
 def test_a_schedule_that_ends_before_the_largest_batch_is_refused() -> None:
     with pytest.raises(InvalidOptionError, match="ends before the largest batch") as caught:
         scheduled(max_num_reqs=65)

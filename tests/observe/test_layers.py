@@ -10,7 +10,7 @@ import torch
 from graphrt import Batch, GraphOptions, GraphRunner, Host, InputSpec, eager_break
 from graphrt.core.base.errors import CaptureError, InvalidOptionError
 from graphrt.observe import layers, page
-from tests.observe.test_ranges import Model, runner_of
+from tests.observe.test_ranges import Model, forked, runner_of
 
 GRAPH = "FULL [4 tokens 4 reqs]"
 
@@ -149,18 +149,7 @@ def test_layers_of_a_cuda_graph_take_their_kernels_time():
 
 @pytest.mark.cuda
 def test_a_layer_on_a_side_stream_is_refused():
-    side = torch.cuda.Stream()
-
-    class Forked(Model):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                other = self.layers[1](x)
-            x = self.layers[0](x)
-            torch.cuda.current_stream().wait_stream(side)
-            return self.head(x + other)
-
-    runner = runner_of(Forked().cuda(), "cuda")
+    runner = runner_of(forked().cuda(), "cuda")
     runner.capture()
     with pytest.raises(CaptureError, match="side stream"):
         layers(runner, Batch(4))
@@ -170,7 +159,7 @@ def test_a_layer_on_a_side_stream_is_refused():
     assert [row.name for row in layers(runner, Batch(4), depth=0).rows][-1] == "Forked"
 
 
-@pytest.mark.parametrize("depth", ["a", 1.5, -1])
+@pytest.mark.parametrize("depth", ["a", 1.5, -1, 9])
 def test_a_depth_that_is_no_count_is_named(depth):
     runner = GraphRunner(
         torch.nn.Linear(8, 4),
@@ -185,3 +174,19 @@ def test_a_depth_that_is_no_count_is_named(depth):
         layers(runner, Batch(4), depth=depth)
     with pytest.raises(InvalidOptionError, match="times"):
         page(runner.report(), times=layers(runner, Batch(4)))
+
+
+def test_an_input_that_the_step_leaves_out_is_padding():
+    runner = GraphRunner(
+        lambda x, factor: x * factor,
+        mode="FULL",
+        sizes=[4],
+        inputs={
+            "x": InputSpec(torch.float32, ("tokens", 8)),
+            "factor": InputSpec(torch.float32, ("tokens", 1), pad=1.0, optional=True),
+        },
+        outputs=("tokens", 8),
+        platform="cpu",
+    )
+    runner.capture()
+    assert layers(runner, x=torch.ones(3, 8)).total_ms > 0

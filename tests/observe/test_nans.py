@@ -103,6 +103,43 @@ def test_infinities_count_only_when_asked():
         GraphOptions(find_nan="yes")  # type: ignore[arg-type]
 
 
+def test_an_infinity_is_not_called_a_nan_alone():
+    x = torch.ones(4, 4)
+    x[1] = 0
+    with pytest.raises(NanError, match="a NaN or an infinity"):
+        runner_of(lambda x: 1 / x).verify(x=x, nan="inf")
+
+
+@pytest.mark.parametrize("wrong", ["foo", "nan", 1, None])
+def test_what_to_look_for_is_true_or_inf(wrong):
+    runner = runner_of(divided)
+    with pytest.raises(InvalidOptionError, match="nan") as caught:
+        runner.verify(x=torch.ones(4, 4), nan=wrong)
+    assert 'True, False or "inf"' in str(caught.value)
+    with pytest.raises(InvalidOptionError, match="find_nan=True"):
+        GraphOptions(find_nan=wrong)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_inputs_that_a_step_leaves_out_are_padding(late):
+    runner = GraphRunner(
+        lambda x, factor: x * factor,
+        mode="FULL",
+        sizes=[4],
+        inputs={
+            "x": InputSpec(torch.float32, ("tokens", 4)),
+            "factor": InputSpec(torch.float32, ("tokens", 1), pad=1.0, optional=True),
+        },
+        outputs=("tokens", 4),
+        platform="cpu",
+        options=GraphOptions(find_nan=late),
+    )
+    runner.capture()
+    x = torch.rand(3, 4)
+    for _ in range(2):
+        assert torch.equal(runner(x=x) if late else runner.verify(x=x, nan=True), x)
+
+
 def test_a_step_with_a_nan_is_named_one_step_late_and_once():
     runner = runner_of(divided, find_nan=True)
     with warnings.catch_warnings():

@@ -42,6 +42,22 @@ class Model(torch.nn.Module):
         return self.head(x) * 2
 
 
+def forked() -> Model:
+    """A model whose second layer runs on a side stream, beside the first one."""
+    side = torch.cuda.Stream()
+
+    class Forked(Model):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                other = self.layers[1](x)
+            x = self.layers[0](x)
+            torch.cuda.current_stream().wait_stream(side)
+            return self.head(x + other)
+
+    return Forked()
+
+
 def runner_of(
     model: Any, device: str = "cpu", mode: str = "FULL", sizes: tuple[int, ...] = (4,)
 ) -> GraphRunner:
@@ -190,8 +206,9 @@ def test_graphs_that_nobody_noted_are_refused(tmp_path: Path):
     (tmp_path / "no.json").write_text("[]")
     with pytest.raises(InvalidOptionError, match="no trace can be read"):
         annotate(tmp_path / "no.json", runner)
-    with pytest.raises(InvalidOptionError, match="no Chrome trace"):
-        annotate({"a": 1}, runner)
+    for wrong in ({"a": 1}, {"traceEvents": [{"ph": "X"}, 3]}):
+        with pytest.raises(InvalidOptionError, match="no Chrome trace"):
+            annotate(wrong, runner)
 
 
 def _graph(names: list[str], *, in_order: bool = True, numbers: bool = False) -> _Graph:
@@ -265,18 +282,7 @@ def test_each_kernel_of_a_cuda_graph_gets_its_modules_and_ranges(tmp_path: Path)
 
 @pytest.mark.cuda
 def test_kernels_of_two_streams_are_marked_as_unsure_without_numbers(tmp_path: Path):
-    side = torch.cuda.Stream()
-
-    class Forked(Model):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                other = self.layers[1](x)
-            x = self.layers[0](x)
-            torch.cuda.current_stream().wait_stream(side)
-            return self.head(x + other)
-
-    runner = runner_of(Forked().cuda(), "cuda")
+    runner = runner_of(forked().cuda(), "cuda")
     with ranges(runner):
         runner.capture()
     data = profiled(runner, tmp_path / "trace.json")

@@ -223,7 +223,7 @@ class _Assembler:
         started = time.perf_counter()
         graph = traced.graph
         if self.is_split:
-            # A copy, as `split` changes what it splits.
+            # `split` changes its graph, and the trace is split twice: for pieces and as a whole.
             graph = fx.GraphModule(graph, copy.deepcopy(graph.graph))
         in_one = whole or self._partitioned
         pieces = split(graph, _splits_nowhere if in_one else self._is_splitting)

@@ -33,7 +33,7 @@ class Figures:
     trace_s: float = 0.0
     compile_s: float = 0.0
     whole_s: float = 0.0
-    """Of these seconds, those for the whole graph, which FULL graphs run."""
+    """The part of `compile_s` that the whole graph took, whose code FULL graphs run."""
     full_reason: str = ""
     """Why FULL graphs run the code of pieces, although the whole graph was asked for."""
     backend: str = ""

@@ -119,8 +119,8 @@ def is_fake(tensor: torch.Tensor) -> bool:
 
 
 def tensor_text(tensor: torch.Tensor) -> str:
-    """All that a compiler knows of a tensor but its content, what it shares memory with, and the
-    parts of a subclass (`inner_tensors`)."""
+    """A tensor's kind, dtype, device, layout, shape and strides as text. Not in it: values, shared
+    memory, and the parts of a subclass (`inner_tensors`)."""
     kind = "Parameter" if isinstance(tensor, torch.nn.Parameter) else type(tensor).__qualname__
     kind += " conjugated" * tensor.is_conj() + " negated" * tensor.is_neg()
     strides = tensor.stride() if tensor.layout is torch.strided else ""

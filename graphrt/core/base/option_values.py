@@ -239,6 +239,13 @@ def choice(*choices: str) -> Check:
     return check
 
 
+def nan_choice(key: str, value: object) -> object:
+    """A check for what to look for: True for NaN, "inf" for infinities too."""
+    if isinstance(value, bool) or (isinstance(value, str) and value == "inf"):
+        return value
+    raise wrong_type(key, value, 'True, False or "inf"', f"{key}=True")
+
+
 def optional(check: Check) -> Check:
     """The same check, which lets None pass."""
     return lambda key, value: None if value is None else check(key, value)

@@ -159,9 +159,7 @@ _CHECKS: dict[str, option_values.Check] = {
     "inputs_in_graph": option_values.flag,
     "max_graphs": option_values.optional(option_values.whole(1, 64)),
     "graph_bytes": option_values.optional(option_values.whole(1, 1 << 30)),
-    "find_nan": lambda key, value: (
-        value if isinstance(value, bool) else option_values.choice("inf")(key, value)
-    ),
+    "find_nan": option_values.nan_choice,
 }
 
 

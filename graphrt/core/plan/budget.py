@@ -118,7 +118,8 @@ class Budget:
                 raise InvalidOptionError(
                     f"a budget of {name} needs the cost of a {mode.name} graph",
                     got=f"Budget({name}={limit}) without {name} in cost= for {mode.name}",
-                    expected=f"cost={{GraphMode.{mode.name}: GraphCost({name}=...)}}",
+                    expected=f"cost={{GraphMode.{mode.name}: GraphCost({name}=...)}}, or by the "
+                    f'name of each graph, of which "{graph_name(key)}" has none',
                     advice="capture once without this limit, and take each graph's figures from "
                     "print(runner.report()); MemoryWatch(limit_bytes=) warns while capturing",
                 )

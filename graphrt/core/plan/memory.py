@@ -159,7 +159,9 @@ class MeasuredBudget:
         for key in whole.keys:
             if key not in kept:
                 peak = self._peak(key, costs[key])
-                why = lacking("device_bytes", used, peak, self.most_bytes)
+                why = "left out as it was captured, or under max_graphs or graph_bytes"
+                if budget.lacks(used, peak) is not None:
+                    why = lacking("device_bytes", used, peak, self.most_bytes)
                 plan.left_out += (LeftOut(*key, costs[key], why),)
         plan.sizes = captured_sizes(whole._possible, plan.keys, whole.arguments["sizes"])
         return plan

@@ -243,10 +243,11 @@ def _largest_batch(
     Raises `InvalidOptionError` if nothing is given."""
     if isinstance(query_lens, Mapping):
         reqs = reqs or max(query_lens)
-        if tokens is None and sizes is None:
-            tokens = max(most * max(each) for most, each in query_lens.items())
+        most = max(most * max(each) for most, each in query_lens.items())
+    else:
+        most = (reqs or 0) * max(query_lens)
     if tokens is None:
-        tokens = reqs if sizes is None else max(sizes)
+        tokens = (most or None) if sizes is None else max(sizes)
     if tokens is None:
         raise InvalidOptionError(
             "the largest batch is unknown",

@@ -313,8 +313,8 @@ def _without_comments(source: Any) -> Any:
 
 
 def _read_of(held: Mapping[str, Any], computed: Mapping[str, Any], names: Names) -> set[str]:
-    """The names of `held` that code reads: those in it, and where it asks by texts, which it may
-    have computed, all plain ones of `computed`."""
+    """The names of `held` that code of these `names` reads. Code that calls `getattr` with a text
+    may read any: then all plain values of `computed` count."""
     plain = {} if names.isdisjoint(BY_TEXT) else computed
     return {
         *(names & held.keys()),
@@ -331,7 +331,7 @@ def _called_unnamed(kind: type) -> Names:
 
 
 def _with_methods(kind: type, names: Names) -> Names:
-    """`names`, and those that a class's methods name which are among them."""
+    """`names`, and the names in the code of those methods of a class that are called by them."""
     while True:
         found = [
             names_in(vars(each)[name].__code__)

@@ -127,7 +127,8 @@ def compiler_settings(values: Values) -> dict[str, object]:
 
 
 def _plain(value: object, values: Values) -> object:
-    """A setting without paths or addresses of this machine; a function or pass by what it does."""
+    """A setting as it stands in the key: equal on another machine. Of a path only the last part
+    counts, of a function its code."""
     if value is None or isinstance(value, (bool, int)):
         return value
     if isinstance(value, float):
