@@ -91,7 +91,8 @@ class _Heard:
             self.listener.frames.pop()
 
     def name_of(self, module: torch.nn.Module) -> str:
-        """Its name in the outermost module that is entered; the class of that one itself."""
+        """The module's path in the outermost module that is entered. That one, and a module that is
+        none of its parts, has the name of its class."""
         outer = next((each for each in self._entered if each is not None), module)
         if id(outer) not in self._names:
             self._names[id(outer)] = outer, {id(m): name for name, m in outer.named_modules()}

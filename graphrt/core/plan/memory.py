@@ -89,8 +89,8 @@ def measured_costs(
 
 
 class MeasuredBudget:
-    """The bytes that the graphs of a runner may take together, without costs by hand: what they
-    took, what of it is lost, and what fits beside them. `held` are the graphs that are there."""
+    """A budget of bytes whose costs a runner measures: what graphs took, what did not come back
+    when they were destroyed, and what still fits. `held` are the graphs that are captured now."""
 
     def __init__(self, plan: Plan) -> None:
         """Of a plan that is measured."""
@@ -121,7 +121,7 @@ class MeasuredBudget:
         self._lost_bytes = 0
 
     def is_over(self, held: Iterable[CaptureKey]) -> bool:
-        """Whether the graphs take more."""
+        """Whether the graphs take more than the budget has."""
         return self._taken(held) > self.most_bytes
 
     def has_room(self, key: CaptureKey, held: Sequence[CaptureKey]) -> bool:

@@ -144,7 +144,8 @@ class Plan:
     `captured` the same with what each takes, and `left_out` what the budget does not hold, and why.
 
     `max_num_tokens` (T) and `max_num_reqs` (S) are the largest batch of the host, by default the
-    largest of `sizes` (in tokens); one of the three is needed. No size is above T. `max_size` is
+    largest of `sizes` (in tokens), or of S alone the tokens of its longest decode batch; one of the
+    three is needed. No size is above T. `max_size` is
     the largest size to capture. `query_lens` are the tokens of a request in a decode step, (1,) by
     default; or by the number of requests, up to each key: `{8: [7], 32: [5]}` is 7 tokens up to 8
     requests, and 5 up to 32. `attention` is what the attention of the model can be captured in (a

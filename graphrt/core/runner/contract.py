@@ -43,7 +43,8 @@ Calls: TypeAlias = Callable[[], Callable[[], T]]
 class Step(NamedTuple):
     """One step: its batch, its dispatch (the graph, or why there is none) and what the host gave,
     with `updates` as `StepExecutor.updates_of` resolves them. With `agreed`, ranks have agreed on
-    the graph. `graph_mode` is the mode of a graph that the step does without, NONE for a miss."""
+    the graph. `graph_mode` is the mode of the graph that an eager step stands for; NONE for a
+    miss."""
 
     batch: Batch
     dispatch: Dispatch

@@ -32,8 +32,8 @@ WARM_UPS = 2
 
 
 class _Backend:
-    """Before a class of SGLang's, whose methods an object keeps where graphrt does not serve a
-    runner."""
+    """First base of our class, SGLang's backend is the second. For a runner that graphrt does not
+    serve the methods of SGLang's run."""
 
     _device_module: Any
     _tp_group: Any
