@@ -756,6 +756,29 @@ def test_pieces_too_are_not_replayed_at_their_capture_for_such_a_host(uses_resul
     assert piece(x).tolist() == (x * 2).tolist()
 
 
+@pytest.mark.parametrize("uses_results", [True, False])
+def test_no_segment_of_a_breakable_graph_is_replayed_at_its_capture_for_such_a_host(uses_results):
+    """Each segment between two attentions has such all-reduces."""
+    platform = Recording()
+    x, pool = torch.ones(2, WIDTH), GraphPool(platform)
+    scale = eager_break(lambda x: x * 3)
+    context = ForwardContext(GraphMode.PIECEWISE, BatchDescriptor(2))
+    forward = GraphWrapper(
+        lambda x: scale(scale(x * 2) + 1) + 1,
+        GraphMode.PIECEWISE,
+        pool=pool,
+        options=GraphOptions(lazy=True),
+        read_context=lambda: context,
+        breakable=True,
+    )
+    with pool.capture_session(uses_results=uses_results):
+        context.begin_step()
+        forward(x)
+    assert (CountedGraph.replays, platform.uploads) == ((3, 0) if uses_results else (0, 3))
+    context.begin_step()
+    assert forward(x).tolist() == ((x * 2 * 3 + 1) * 3 + 1).tolist()
+
+
 # The second watched run ---------------------------------------------------------------------------
 
 

@@ -465,13 +465,12 @@ class Recorder:
 
     def _is_replayed(self, *, is_last: bool) -> bool:
         """Whether somebody reads, at its capture, what a segment writes."""
-        transaction = self.context.capture
+        transaction, can_upload = self.context.capture, self.pool.platform.can_upload
         # What cannot be uploaded is prepared by a replay, as if it were not the last.
-        is_last = is_last and self.pool.platform.can_upload
         if transaction is not None and transaction.replays is not None:
-            return transaction.replays(is_last)
-        # Nor is a piece: its custom all-reduce reads addresses that vLLM gives it after all pieces.
-        return not is_last or self.pool.holders.uses_results
+            return transaction.replays(is_last and can_upload)
+        # vLLM's custom all-reduce, in any segment, reads addresses that come after all captures.
+        return self.pool.holders.uses_results or not can_upload
 
     def discard(self, depth: int | None = None) -> None:
         """Discard the captured parts and the open segment, and exit the dispatch modes above

@@ -480,8 +480,8 @@ class GraphPool(errors.Uncopied):
         Wrappers with `GraphOptions(lazy=True)` may capture inside, those included that come into
         the pool meanwhile, and are sealed where it ends, however it ends. It holds no lock and owns
         no pool: the host runs and captures in it what it likes. `stream` is where the pool captures
-        from now on, as in `GraphPool(stream=)`. Without `uses_results` a graph, and the last
-        segment of a breakable one, need not be replayed at its capture. May be nested.
+        from now on, as in `GraphPool(stream=)`. Without `uses_results` no graph is replayed at its
+        capture: what eager parts read there was not written yet. May be nested.
         """
         self.check_open()
         if stream is not None:
