@@ -95,7 +95,11 @@ def modules(version: str) -> Modules:
     _manager(made, context, version, counter, graph_capture)
     _encoder(made, version)
     monitor = made.add("vllm.compilation.monitor", cudagraph_capturing_enabled=True)
-    made.add("vllm.envs", VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS=True)
+    made.add(
+        "vllm.envs",
+        VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS=True,
+        VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS=5,
+    )
     runner = made.add(
         "vllm.v1.worker.gpu_model_runner",
         CUDAGraphWrapper=wrapper,

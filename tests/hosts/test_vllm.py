@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import faulthandler
 import inspect
 import logging
 import multiprocessing
 import os
+import subprocess
 import sys
 import threading
 import weakref
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -151,6 +154,7 @@ def last_line(told) -> str:
     thread = executor.WorkerProc(rank=3).monitor_death_pipe(reader, shutdown)
     writer.close()
     thread.join(10)
+    faulthandler.cancel_dump_traceback_later()  # it would end this process
     assert shutdown.is_set()
     assert executor.WorkerProc(0).monitor_death_pipe(None, shutdown) is None
     return [line for line in told.messages if "rank 3 ends" in line][-1]
@@ -200,6 +204,30 @@ def test_a_worker_that_ends_names_the_full_graph_of_the_v2_runner(vllm, told, mo
     for live in (2, 4, 3):
         decoder.manager.run_fullgraph(decoder.manager.dispatch(live, live, 1, 0))
     assert last_line(told).endswith("it was last in the FULL graph for 4 tokens, 2 steps so far")
+
+
+@pytest.mark.skipif(host.IS_INSTALLED, reason="the published worker watches its parent process")
+def test_a_worker_that_waits_in_a_collective_ends_though_nobody_kills_it(tmp_path):
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.hosts.vllm_ending", str(rank), tmp_path / "store"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=Path(__file__).parents[2],
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        told, _ = ranks[0].communicate(timeout=60)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    assert ranks[0].returncode == 1, told
+    line = "rank 0 ends, in 2 s at the latest; it was last in the FULL graph for 2 tokens, 2 steps"
+    assert line in told
+    assert "Timeout" in told and "in all_reduce" in told  # where its threads were
 
 
 @pytest.mark.parametrize("name", ["PIECEWISE", "FULL"])

@@ -1,11 +1,14 @@
-"""The last line of a worker in vLLM's log: its rank, and the graph that it was in.
+"""The end of a worker: a line in vLLM's log with its rank and graph, and a limit of its time.
 
 vLLM ends all workers of an engine if one of them dies, and names that one. The others then wait in
-a collective, often inside of a graph, and no error of theirs says in which.
+a collective, often inside of a graph, and no error of theirs says in which. A thread of the engine
+kills them after some seconds. Where the engine fails in its next step, that thread ends with it,
+and they would wait for ever, with their memory. So they end by themselves some seconds later.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 from collections.abc import Callable
 from functools import partial
@@ -13,6 +16,10 @@ from typing import Any
 
 from graphrt.hosts.vllm._state import state
 from graphrt.hosts.vllm.log import logger
+
+LATER_S = 10.0
+"""How long a worker lives after the time that vLLM gives it: vLLM kills it 4 s after that."""
+_STDERR = 2
 
 
 class _ToldPipe:
@@ -32,18 +39,20 @@ class _ToldPipe:
 
 
 def telling_of_the_end(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`WorkerProc.monitor_death_pipe`, whose thread writes the line."""
+    """`WorkerProc.monitor_death_pipe`, whose thread writes the line and sets the limit."""
 
     @functools.wraps(original)
     def monitor(worker: Any, death_pipe: Any, *args: Any, **kwargs: Any) -> Any:
         if death_pipe is not None:
-            death_pipe = _ToldPipe(death_pipe, partial(_tell, worker.rank))
+            death_pipe = _ToldPipe(death_pipe, partial(_end, worker.rank))
         return original(worker, death_pipe, *args, **kwargs)
 
     return monitor
 
 
-def _tell(rank: int) -> None:
+def _end(rank: int) -> None:
+    from vllm import envs
+
     # Nothing of the device is asked for: it may wait for a dead rank, and this thread then too.
     row = state.table.latest
     if row is None:
@@ -52,4 +61,7 @@ def _tell(rank: int) -> None:
         verb = "captures" if state.pools.capturing else "was last in"
         tokens = row.descriptor.num_tokens
         graph = f"it {verb} the {row.mode.name} graph for {tokens} tokens, {row.steps} steps so far"
-    logger.info("graphrt: rank %d ends; %s", rank, graph)
+    seconds = envs.VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS + LATER_S
+    logger.info("graphrt: rank %d ends, in %.0f s at the latest; %s", rank, seconds, graph)
+    # A thread of C: it needs no lock of Python's, and tells where all threads are.
+    faulthandler.dump_traceback_later(seconds, exit=True, file=_STDERR)

@@ -34,6 +34,7 @@ _NAMES = {
     ),
     "vllm.compilation.counter": ("compilation_counter.num_cudagraph_captured",),
     "vllm.distributed.device_communicators.pynccl_allocator": ("set_graph_pool_id",),
+    "vllm.envs": ("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS",),
     "vllm.forward_context": ("_forward_context", "set_forward_context"),
     "vllm.model_executor.offloader.base": ("NoopOffloader", "get_offloader"),
     PARALLEL: ("graph_capture",),
