@@ -42,6 +42,7 @@ def main() -> int:
     everything = commands.add_parser("run")
     memory = commands.add_parser("memory")
     ranks = commands.add_parser("ranks")
+    ranks.add_argument("--at-once", action="store_true", help="start killed engines with the first")
     tried = commands.add_parser("tried")
     serving = commands.add_parser("serving")
     tried.add_argument("--defect", choices=["none", "baked", "stale"], help="this one alone")

@@ -1,9 +1,11 @@
 """Two engines side by side, one with graphrt: tokens, steps and captures."""
 
+import os
 import statistics
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.vllm_host.ranks.configurations import CONTESTANTS
@@ -12,12 +14,13 @@ from benchmarks.gpu.vllm_host.ranks.handle import Handle
 ASKED = ((1, False), (3, False), (8, False), (37, False), (64, False), (96, True))
 TIMED = (1, 8, 64)
 TOKENS = 48
+TURNS = 4
 
 
 def started(result: dict[str, Any], engines: dict[str, Handle], until: float) -> None:
     """Wait until both have started."""
     for contestant, engine in engines.items():
-        result[contestant] = engine.reply(until - time.time())
+        result[contestant] = engine.started(until - time.time())
 
 
 def compare(result: dict[str, Any], engines: dict[str, Handle]) -> None:
@@ -61,30 +64,85 @@ def told(mine: list[list[int]], theirs: list[list[int]]) -> dict[str, Any]:
 
 
 def time_in_turns(result: dict[str, Any], engines: dict[str, Handle]) -> None:
-    """Captures made again, in turns; then steps in turns, and tokens once more."""
-    captures: dict[str, list[Any]] = {name: [] for name in CONTESTANTS}
-    for _ in range(2):
-        for name in ("vllm", "graphrt"):
-            captures[name].append(
-                engines[name].ask(60, do="rpc", method="bench_recapture", args=[])
-            )
-    result["captured_again"] = captures
-    asked = {"do": "generate", "batch": 8, "seed": 8, "tokens": TOKENS}
-    tokens = {name: engine.ask(60, **asked)["tokens"] for name, engine in engines.items()}
-    result["equal_after"] = tokens["graphrt"] == tokens["vllm"]
+    """Steps in turns, and replays of their graphs alone. The other engine is paused, and both run
+    on the same cores. Two with unlike neighbours differed by 1.4 in either direction."""
+    result["cores"] = {role: sorted(cores) for role, cores in pinned().items()}
+    for engine in engines.values():
+        if result["cores"]:
+            engine.pin(pinned())
+        engine.ask(30, do="rpc", method="bench_watch", args=[])
+        engine.pause()
     result["timed"] = {}
     for batch in TIMED:
         medians: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
-        for turn in range(4):
+        replays: dict[str, list[Any]] = {name: [] for name in CONTESTANTS}
+        graphs: dict[str, Any] = {}
+        for turn in range(TURNS):
             for name in CONTESTANTS if turn % 2 else CONTESTANTS[::-1]:
-                got = engines[name].ask(60, do="generate", batch=batch, seed=batch, tokens=64)
+                engine = engines[name]
+                engine.resume()
+                got = engine.ask(60, do="generate", batch=batch, seed=batch, tokens=64)
                 medians[name].append(got["step_us"])
+                graphs[name] = engine.ask(30, do="rpc", method="bench_dispatched", args=[])[0]
+                replays[name].append(engine.ask(30, do="rpc", method="bench_replay", args=[]))
+                engine.pause()
         ratios = [a / b for a, b in zip(medians["graphrt"], medians["vllm"], strict=True)]
         result["timed"][str(batch)] = {
             **{name: round(statistics.median(values), 1) for name, values in medians.items()},
             "ratio": round(statistics.median(ratios), 3),
             "turns": medians,
+            "graphs": graphs,
+            "replay_us": {  # of the slower rank
+                name: round(statistics.median(map(max, values)), 1)
+                for name, values in replays.items()
+            },
+            "replays": replays,
         }
+    result["kernels"] = {}
+    for name, engine in engines.items():
+        engine.resume()
+        found = engine.ask(60, do="rpc", method="bench_kernels", args=[])
+        result["kernels"][name] = found[0]
+        engine.pause()
+    for engine in engines.values():
+        engine.resume()
+
+
+def pinned() -> dict[str, set[int]]:
+    """Cores for the workers of two ranks, and for all else; {} if there are too few."""
+    cores: list[set[int]] = []
+    for cpu in sorted(os.sched_getaffinity(0)):
+        file = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/core_cpus_list")
+        siblings = set(cpus_of(file.read_text())) if file.exists() else {cpu}
+        if siblings not in cores:
+            cores.append(siblings & os.sched_getaffinity(0))
+    each = min(len(cores) // 3, 4)
+    roles = ("", "TP0", "TP1")
+    return {
+        role: set().union(*cores[at * each : (at + 1) * each])
+        for at, role in enumerate(roles)
+        if each
+    }
+
+
+def cpus_of(text: str) -> list[int]:
+    """The numbers of a list such as `0-3,8`."""
+    found: list[int] = []
+    for part in text.strip().split(","):
+        first, _, last = part.partition("-")
+        found += range(int(first), int(last or first) + 1)
+    return found
+
+
+def capture_in_turns(result: dict[str, Any], engines: dict[str, Handle]) -> None:
+    """Captures made again, in turns, and tokens once more."""
+    captures: dict[str, list[Any]] = {name: [] for name in CONTESTANTS}
+    result["captured_again"] = captures
+    for name in ("vllm", "graphrt", "graphrt", "vllm"):
+        captures[name].append(engines[name].ask(60, do="rpc", method="bench_recapture", args=[]))
+    asked = {"do": "generate", "batch": 8, "seed": 8, "tokens": TOKENS}
+    tokens = {name: engine.ask(60, **asked)["tokens"] for name, engine in engines.items()}
+    result["equal_after"] = tokens["graphrt"] == tokens["vllm"]
 
 
 LOADS = (((8, 24), (8, 24)), ((8, 24), (3, 24)), ((37, 24), (1, 1)), ((1, 1), (8, 24)))
@@ -97,7 +155,7 @@ def compare_data_parallel(
 ) -> None:
     """The same for engines of two ranks with batches of their own."""
     for contestant, ranks in engines.items():
-        result[contestant] = [engine.reply(until - time.time()) for engine in ranks]
+        result[contestant] = [engine.started(until - time.time()) for engine in ranks]
     result["loads"] = []
     for loads in LOADS:
         tokens: dict[str, list[Any]] = {}

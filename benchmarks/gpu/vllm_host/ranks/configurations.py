@@ -35,6 +35,13 @@ def compared() -> dict[str, dict[str, Any]]:
                     "reduce": reduce,
                     "compilation": {**PIECES, "cudagraph_mode": mode},
                 }
+    found["v2-breakable-custom"] = {
+        "runner": "v2",
+        "reduce": "custom",
+        "timed": False,
+        "compilation": {"cudagraph_mode": "FULL_AND_PIECEWISE"},
+        "env": {"VLLM_USE_BREAKABLE_CUDAGRAPH": "1"},
+    }
     return found
 
 
@@ -130,6 +137,7 @@ def environment(
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "VLLM_DISABLE_COMPILE_CACHE": "1",
         "VLLM_CACHE_ROOT": str(work / "cache" / name),
+        **options.get("env", {}),
     }
 
 

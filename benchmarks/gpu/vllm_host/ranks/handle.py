@@ -44,6 +44,7 @@ class Handle:
                 text=True,
             )
         os.close(writer)
+        self._begun: Any = None
         self._replies: queue.Queue[str | None] = queue.Queue()
         threading.Thread(target=self._read, args=(reader,), daemon=True).start()
 
@@ -74,6 +75,12 @@ class Handle:
             raise EngineFailed(f"{self.name}: {found['error']}")
         return found["reply"]
 
+    def started(self, seconds: float) -> Any:
+        """What it replies once it has started."""
+        if self._begun is None:
+            self._begun = self.reply(seconds)
+        return self._begun
+
     def ask(self, seconds: float, **request: Any) -> Any:
         self.send(**request)
         return self.reply(seconds)
@@ -103,14 +110,35 @@ class Handle:
             if pid != self.process.pid and "resource_tracker" not in command
         }
 
+    def pause(self) -> None:
+        """Stop all of its processes where they are: workers of vLLM's spin for a second after each
+        step, and share cores with those of the engine that is timed."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let them go on."""
+        self._signal(signal.SIGCONT)
+
+    def pin(self, cores: dict[str, set[int]]) -> None:
+        """Run each process on the cores of its role, which is the end of its name; "" is all others
+        than workers."""
+        for pid, command in self.left().items():
+            role = next((role for role in cores if role and command.endswith(role)), "")
+            for thread in Path(f"/proc/{pid}/task").iterdir():
+                with contextlib.suppress(ProcessLookupError):  # it has ended
+                    os.sched_setaffinity(int(thread.name), cores[role])
+
+    def _signal(self, number: int) -> None:
+        for pid in self.left():
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                os.kill(pid, number)
+
     def stop(self) -> None:
         """End all of its processes."""
         if self.process.stdin is not None:
             with contextlib.suppress(OSError):  # it has ended
                 self.process.stdin.close()
-        for pid in self.left():
-            with contextlib.suppress(ProcessLookupError):  # it has ended
-                os.kill(pid, signal.SIGKILL)
+        self._signal(signal.SIGKILL)
         until = time.time() + 5
         while self.left() and time.time() < until:
             time.sleep(0.05)

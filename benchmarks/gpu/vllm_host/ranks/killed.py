@@ -18,7 +18,7 @@ def kill(result: dict[str, Any], engine: Handle, point: str, work: Path, until: 
     """Have rank 1 killed at `point`, and wait until nothing is left of the engine."""
     stamp = work / f"{engine.name}.died"
     stamp.unlink(missing_ok=True)
-    result["started"] = engine.reply(until - time.time())["start_s"]
+    result["started"] = engine.started(until - time.time())["start_s"]
     if point == "replay":  # the first batch of its size, so that all is loaded
         engine.ask(60, do="generate", batch=4, seed=1, tokens=4)
     result["processes"] = engine.left()

@@ -1,8 +1,9 @@
 """`ranks`: all engines of two GPUs, what they found, and a table.
 
-1. All pairs of engines for tensor parallel 2 with FULL graphs start at once.
-2. Then, one pair after the other, tokens are compared, and captures and steps timed in turns, with
-   nothing else under way.
+1. All pairs of engines for tensor parallel 2 with FULL graphs start at once; with `--at-once` those
+   of killed workers too.
+2. Then, one pair after the other, tokens are compared, and steps timed and captures made again in
+   turns; all other engines are paused.
 3. Then workers are killed, and data parallel engines compared.
 4. Then the pairs with PIECEWISE graphs alone.
 """
@@ -26,6 +27,7 @@ from benchmarks.gpu.vllm_host.ranks import configurations as known
 from benchmarks.gpu.vllm_host.ranks.compared import (
     TIMED,
     at_once,
+    capture_in_turns,
     compare,
     compare_data_parallel,
     started,
@@ -64,6 +66,7 @@ class Run:
         self.results: dict[str, dict[str, Any]] = {}
         self.handles: list[Handle] = []
         self.port = 29700
+        self._doomed: dict[str, dict[str, Handle]] | None = None
         self.has_peers = False
 
     def left_s(self) -> float:
@@ -124,10 +127,19 @@ class Run:
             name: {each: self.start(name, options, each) for each in known.CONTESTANTS}
             for name, options in configurations.items()
         }
+        everything = list(pairs.items())
+        if self.args.at_once and self._doomed is None:
+            everything += self.doomed().items()
         until = min(time.time() + self.args.barrier, self.began + self.args.seconds)
-        at_once([self.noting(name, started, pair, until) for name, pair in pairs.items()])
+        at_once([self.noting(name, started, pair, until) for name, pair in everything])
+        for _, pair in everything:
+            for engine in pair.values():
+                engine.pause()
         for name, pair in pairs.items():
-            for call in (compare, time_in_turns):
+            for engine in pair.values():
+                engine.resume()
+            is_timed = configurations[name].get("timed", True)
+            for call in (compare, time_in_turns, capture_in_turns) if is_timed else (compare,):
                 if self.left_s() < 30:
                     self.results[name].setdefault("error", f"no time left for {call.__name__}")
                 elif "error" not in self.results[name]:
@@ -135,14 +147,20 @@ class Run:
             for engine in pair.values():
                 engine.stop()
 
+    def doomed(self) -> dict[str, dict[str, Handle]]:
+        """The engines of which a worker is killed; they are started by the first call."""
+        if self._doomed is None:
+            self._doomed = {
+                name: {each: self.start(name, options, each) for each in known.CONTESTANTS}
+                for name, options in self.asked(known.killed()).items()
+            }
+        return self._doomed
+
     def killed_and_data_parallel(self) -> None:
-        if self.left_s() < 60:
+        if self.left_s() < (20 if self.args.at_once else 60):
             self.say("no time left for killed workers and data parallel")
             return
-        doomed = {
-            name: {each: self.start(name, options, each) for each in known.CONTESTANTS}
-            for name, options in self.asked(known.killed()).items()
-        }
+        doomed = self.doomed()
         pairs = {}
         for name, options in self.asked(known.data_parallel()).items():
             pairs[name] = {
@@ -152,6 +170,8 @@ class Run:
         # Pairs one after the other: what spins on a GPU slows another one's end.
         for name, pair in doomed.items():
             point = known.killed()[name]["point"]
+            for engine in pair.values():
+                engine.resume()
             at_once(
                 [
                     self.noting(f"{name}.{each}", kill, engine, point, self.work, until)
@@ -257,7 +277,7 @@ def _end(number: int, frame: Any) -> None:
 def table(results: dict[str, Any]) -> str:
     """What was found, as rows."""
     rows = ["| configuration | equal at | steps g | captures g | capture s g v | MiB g v | "]
-    rows[0] += " | ".join(f"step us B={batch} g v ratio" for batch in TIMED) + " | eager |"
+    rows[0] += " | ".join(f"step us (replay) B={batch} g v ratio" for batch in TIMED) + " | eager |"
     for name, result in results.items():
         if "batches" in result:
             equal = ",".join(
@@ -277,9 +297,15 @@ def table(results: dict[str, Any]) -> str:
             row += [seconds, mib]
             for batch in TIMED:
                 got = result.get("timed", {}).get(str(batch))
-                row.append(f"{got['graphrt']} {got['vllm']} {got['ratio']}" if got else "-")
+                if got:
+                    us = [f"{got[e]} ({got['replay_us'][e]})" for e in known.CONTESTANTS]
+                    row.append(f"{us[0]} {us[1]} {got['ratio']}")
+                else:
+                    row.append("-")
             row.append([sum(c.get("eager", {}).values()) for c in counts])
             rows.append("| " + " | ".join(map(str, row)) + " |")
+            for batch, got in result.get("timed", {}).items():
+                rows.append(f"|    B={batch}: {got['graphs']}, turns {got['turns']} |")
         elif "workers_ended_s" in result:
             rows.append(
                 f"| {name} | workers ended {result['workers_ended_s']} s, all "

@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 import zlib
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +60,19 @@ class Extension:
             *BreakableCUDAGraphWrapper._all_instances,
         ):
             wrapper.clear_graphs()
+        # torch lets nobody capture into a pool with blocks and without a graph. In vLLM's V2 runner
+        # cuBLAS's workspace of the capture's stream is such a block; graphrt holds a share.
+        is_own = os.environ.get("GRAPHRT_VLLM") != "1"
+        if is_own:
+            torch._C._cuda_clearCublasWorkspaces()
         gc.collect()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
+        held = _held_in(manager.pool) if is_own and manager is not None else 0
+        if held:
+            manager.pool = torch.cuda.graph_pool_handle()
+            for wrapper in CUDAGraphWrapper._all_instances:
+                wrapper.graph_pool = manager.pool
         reserved = torch.cuda.memory_reserved()
         captured, began = compilation_counter.num_cudagraph_captured, time.perf_counter()
         self.model_runner.capture_model()
@@ -72,6 +83,7 @@ class Extension:
             "seconds": round(seconds, 3),
             "graphs": compilation_counter.num_cudagraph_captured - captured,
             "reserved_mib": round((torch.cuda.memory_reserved() - reserved) / 2**20, 1),
+            "held_before_mib": round(held / 2**20, 2),
         }
 
     def bench_counts(self) -> dict[str, Any]:
@@ -87,6 +99,52 @@ class Extension:
                 "eager": dict(state.eager.counts),
             }
         return found
+
+    def bench_watch(self) -> None:
+        """Count from now on which graph each step takes, and keep the one replayed last."""
+        import torch
+        from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
+        from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+
+        _watch.dispatches_of(CudagraphDispatcher, lambda found: (found[0].name, found[1]))
+        _watch.dispatches_of(CudaGraphManager, lambda found: (found.cg_mode.name, found))
+        _watch.replays_of(torch.cuda.CUDAGraph)
+
+    def bench_dispatched(self) -> dict[str, int]:
+        """How often each graph was dispatched since the call before: `FULL 64` -> steps."""
+        counts = dict(_watch.counts)
+        _watch.counts.clear()
+        return counts
+
+    def bench_replay(self, times: int = 20) -> float:
+        """The us of a replay alone, of the graph that was replayed last; on all ranks at once."""
+        import torch
+
+        assert _watch.last is not None
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        for at in range(times + 4):
+            if at == 4:  # the ranks have met
+                begin.record()
+            _watch.replay(_watch.last)
+        end.record()
+        end.synchronize()
+        return round(begin.elapsed_time(end) * 1e3 / times, 1)
+
+    def bench_kernels(self, times: int = 5) -> list[tuple[str, float, float]]:
+        """The kernels of that graph that take longest: name, count and us in a replay."""
+        import torch
+        from torch.profiler import ProfilerActivity, profile
+
+        assert _watch.last is not None
+        with profile(activities=[ProfilerActivity.CUDA]) as found:
+            for _ in range(times):
+                _watch.replay(_watch.last)
+            torch.cuda.synchronize()
+        rows = [
+            (each.key[:90], each.count / times, round(each.device_time_total / times, 1))
+            for each in found.key_averages()
+        ]
+        return sorted(rows, key=lambda row: -row[2])[:16]
 
     def bench_die(self, rank: int, point: str, stamp: str, seconds: float = 1.0) -> bool:
         """Have the worker of one rank killed, at once where the others wait for it:
@@ -115,6 +173,52 @@ class Extension:
             method = {"replay": "replay", "capture": "capture_begin"}[point]
             die_at(torch.cuda.CUDAGraph, method, 6 if point == "replay" else 3, die)
         return True
+
+
+class Watch:
+    """What runs in this worker: dispatches, and the graph replayed last."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.last: Any = None
+        self.replay: Any = None
+        """torch's own replay of a graph."""
+
+    def dispatches_of(self, owner: Any, read: Any) -> None:
+        """Count what `owner.dispatch` returns, of which `read` gives mode and descriptor."""
+        dispatch, counts = owner.dispatch, self.counts
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            found = dispatch(*args, **kwargs)
+            mode, descriptor = read(found)
+            counts[f"{mode} {descriptor.num_tokens}"] += 1
+            return found
+
+        owner.dispatch = counted
+
+    def replays_of(self, owner: Any) -> None:
+        """Keep the graph of each replay."""
+        self.replay = replay = owner.replay
+
+        def kept(graph: Any) -> None:
+            self.last = graph
+            replay(graph)
+
+        owner.replay = kept
+
+
+_watch = Watch()
+
+
+def _held_in(pool: Any) -> int:
+    """The bytes of a pool of torch's that are allocated."""
+    import torch
+
+    return sum(
+        segment["allocated_size"]
+        for segment in torch.cuda.memory_snapshot()
+        if tuple(segment["segment_pool_id"]) == tuple(pool)
+    )
 
 
 def die_at(owner: Any, method: str, count: int, die: Any) -> None:
