@@ -140,7 +140,7 @@ class Run:
                 engine.resume()
             is_timed = configurations[name].get("timed", True)
             for call in (compare, time_in_turns, capture_in_turns) if is_timed else (compare,):
-                if self.left_s() < 30:
+                if self.left_s() < 20:
                     self.results[name].setdefault("error", f"no time left for {call.__name__}")
                 elif "error" not in self.results[name]:
                     self.noting(name, call, pair)()
@@ -157,7 +157,7 @@ class Run:
         return self._doomed
 
     def killed_and_data_parallel(self) -> None:
-        if self.left_s() < (20 if self.args.at_once else 60):
+        if self.left_s() < (14 if self.args.at_once else 60):
             self.say("no time left for killed workers and data parallel")
             return
         doomed = self.doomed()
