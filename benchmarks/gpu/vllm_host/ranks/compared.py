@@ -37,9 +37,9 @@ def compare(result: dict[str, Any], engines: dict[str, Handle]) -> None:
         found = told(tokens, other)
         if not found["equal"]:  # whether vLLM repeats its own
             found["vllm_again"] = told(theirs.ask(60, **asked)["tokens"], other)
-        result["batches"][f"{batch}{' mixed' * mixed}"] = {**found, "steps": steps}
         if batch == 37:
             found["same_again"] = mine.ask(60, **asked)["tokens"] == tokens
+        result["batches"][f"{batch}{' mixed' * mixed}"] = {**found, "steps": steps}
     result["counts"] = {name: counts(engine) for name, engine in engines.items()}
 
 
