@@ -71,9 +71,9 @@ def flash(query: Tensor, key: Tensor, value: Tensor, *others: Tensor) -> Tensor:
     keys, values, rows, columns, _ = others
     keys[rows, :, columns] = key
     values[rows, :, columns] = value
-    cached = (each[: len(query)] for each in (keys, values))
+    keys, values = keys[: len(query)], values[: len(query)]
     with nn.attention.sdpa_kernel(nn.attention.SDPBackend.FLASH_ATTENTION):
-        out = F.scaled_dot_product_attention(query[:, :, None], *cached, enable_gqa=True)
+        out = F.scaled_dot_product_attention(query[:, :, None], keys, values, enable_gqa=True)
     return out.reshape(len(query), -1)
 
 

@@ -1,30 +1,31 @@
 """Capture the graphs of a model in one process, build them from a file in others, compare.
 
-PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True python3 -m benchmarks.gpu.saved llama FILE
+PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True \\
+    python3 -m benchmarks.gpu.saved FOLDER llama moe compiled
 
-Prints seconds of capturing, each kind in a process of its own that has run the largest size once:
-by `GraphRunner.capture()` with and without its checks, by a loop of `torch.cuda.graph` with a
-warm-up for each size, by a bare loop. Then seconds of restoring, in two processes: "after" the
-model is there all is done by one thread; "beside" the model's making a thread loads the kernels,
-and eight build the graphs. Of the model `compiled` only saving and "after" are measured.
+Prints a line for each model and step. First seconds of capturing, each kind in a process of its own
+that has run the largest size once: by `GraphRunner.capture()` with and without its checks, by a
+loop of `torch.cuda.graph` with a warm-up for each size, and without. Then the file that is written
+into the folder; then restoring, in two processes. "after": the model is there, one thread does all.
+"beside": while the model is made a thread loads the kernels, and eight threads build the graphs.
+"after" reads the file from the disk, "beside" from the cache. Of `compiled` only saving and "after"
+are measured.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from triton.compiler.compiler import CompiledKernel
 
 from benchmarks.common import environment, in_fork
@@ -39,11 +40,10 @@ CAPTURES = "capture", "off", "by hand", "bare"
 NOT_COUNTED, THREADS = "model: not counted", 8
 of_triton: dict[int, str] = {}
 """Function -> hash of the Triton kernel that it is: many of these have the same name."""
-_load = CompiledKernel._init_handles
 
 
-def _noted(kernel: Any) -> None:
-    _load(kernel)
+def _noted(kernel: Any, load: Any = CompiledKernel._init_handles) -> None:
+    load(kernel)
     of_triton[kernel.function] = kernel.hash
 
 
@@ -90,7 +90,7 @@ class Session:
         graph.instantiate()
         return graph
 
-    def results(self, size: int, seed: int, step: Callable[[], Any]) -> list[Tensor]:
+    def results(self, size: int, seed: int, step: Callable[[], Any]) -> list[torch.Tensor]:
         """Copies of the output and of the caches after a step, which are put back."""
         self.case.fill(size, seed)
         state = self.case.state()
@@ -105,9 +105,6 @@ class Session:
     def equal(self, size: int, seed: int, one: Callable[[], Any], two: Callable[[], Any]) -> bool:
         results = self.results(size, seed, one), self.results(size, seed, two)
         return all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-    def ranges(self) -> list[memory.Range]:
-        return memory.ranges(self.case.named(), self.pool.id, self.stream.cuda_stream)
 
 
 def captured(name: str, how: str) -> float:
@@ -132,7 +129,7 @@ def save(name: str, path: Path) -> dict[str, Any]:
         with mode:
             session.case.run(size)
         graphs[size] = session.capture(size, mode=mode), mode.calls
-    known = session.ranges()
+    known = memory.ranges(session.case.named(), session.pool.id, session.stream.cuda_stream)
     reader = drv.Reader([(start, end) for start, end, _ in known], identity)
     saved, refused = {}, []
     for size, (graph, calls) in graphs.items():
@@ -147,14 +144,8 @@ def save(name: str, path: Path) -> dict[str, Any]:
                     reader.kernels[kernel].setdefault("operator", call)
     memories = [(label, end - start, start) for start, end, label in known]
     drv.write(path, {"memories": memories, "kernels": reader.kernels}, saved)
-    links = [kind for each in saved.values() for kind in each["edges"]["kind"].tolist()]
-    return {
-        "refused": refused,
-        "nodes": sum(len(each["nodes"]) for each in saved.values()),
-        "edges": [len(links), sum(kind != 0 for kind in links)],
-        "kernels": len(reader.kernels),
-        "bytes": path.stat().st_size,
-    }
+    nodes = sum(len(each["nodes"]) for each in saved.values())
+    return {"refused": refused, "nodes": nodes, "bytes": path.stat().st_size}
 
 
 class Kernels:
@@ -186,12 +177,11 @@ class Kernels:
 
     def load(self, operators: Sequence[str]) -> None:
         """Run operators on zeros: the driver loads the kernels of each."""
-        with torch.no_grad():
-            for text in operators:
-                try:
-                    memory.prepared(json.loads(text), torch.zeros)()
-                except (AttributeError, RuntimeError, TypeError, ValueError) as error:
-                    self.failed[text] = f"{text[:100]}: {error}"[:300]
+        for text in operators:
+            try:
+                memory.prepared(json.loads(text), torch.zeros)()
+            except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+                self.failed[text] = f"{text[:100]}: {error}"[:300]
         torch.cuda.current_stream().synchronize()
 
     def identify(self, operators: Sequence[str], stream: int) -> None:
@@ -207,17 +197,13 @@ class Kernels:
 
 
 def restore(name: str, path: Path, beside: bool) -> dict[str, Any]:
-    start = Laps()
     torch.cuda.init()
     # Moves the memories to other addresses than those of the process that wrote the file.
     _moved = [torch.empty(size, device="cuda") for size in (1000, 30 << 20)]
     code = drv.compiled()
-    with path.open("rb") as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    start.end("context")
     laps = Laps()
     header, saved = drv.read(path)
-    laps.end("read, cold file")
+    laps.end("read")
     kernels, memories = Kernels(header["kernels"]), header["memories"]
     thread = threading.Thread(target=kernels.load, args=[kernels.missing()])
     if beside:
@@ -241,7 +227,8 @@ def restore(name: str, path: Path, beside: bool) -> dict[str, Any]:
     kernels.identify(missing, stream)
     handles = kernels.handles()
     laps.end("kernels identified")
-    here = {label: (start, end - start) for start, end, label in session.ranges()}
+    known = memory.ranges(session.case.named(), session.pool.id, stream)
+    here = {label: (start, end - start) for start, end, label in known}
     places = [here.get(label, (0, 0)) for label, *_ in memories]
     bases = [at * (has >= of) for (at, has), (_, of, _) in zip(places, memories, strict=True)]
     builder = drv.Builder(code, header["kernels"], handles, bases)
@@ -251,9 +238,10 @@ def restore(name: str, path: Path, beside: bool) -> dict[str, Any]:
     def build(threads: int) -> tuple[dict[int, int], dict[str, float]]:
         began = time.perf_counter()
         with ThreadPoolExecutor(threads) as pool:
-            made, nodes, instances = zip(*pool.map(builder.build, ready.values()), strict=True)
-        parts = {"s": time.perf_counter() - began, "nodes": sum(nodes), "instances": sum(instances)}
-        return dict(zip(ready, made, strict=True)), parts
+            made = [*pool.map(builder.build, ready.values())]
+        parts = {"s": time.perf_counter() - began, "nodes": sum(nodes for _, nodes, _ in made)}
+        parts["instantiation"] = sum(instances for *_, instances in made)
+        return {size: each for size, (each, *_) in zip(ready, made, strict=True)}, parts
 
     built, parts = build(THREADS if beside else 1)
     laps.end("build")
@@ -271,8 +259,6 @@ def restore(name: str, path: Path, beside: bool) -> dict[str, Any]:
     laps.end("all captured, kernels loaded")
     equal = [size for size in built if are_equal(size, 2, captured[size].replay)]
     laps.end("comparing")
-    drv.read(path)
-    laps.end("read, warm file")
     again = {f"again, {threads}": build(threads)[1] for threads in (1, THREADS)}
     pairs = [*zip(memories, bases, strict=True)]
     of_kernels = zip(header["kernels"], handles, strict=True)
@@ -285,25 +271,30 @@ def restore(name: str, path: Path, beside: bool) -> dict[str, Any]:
         "failed": [*kernels.failed.values()],
         "lacking": [label for (label, *_), base in pairs if not base],
         "moved": [sum(base != before for (*_, before), base in pairs), len(pairs)],
-        "s": {**start, **laps},
+        "s": laps,
         "build": {"first": parts, **again},
     }
 
 
-def measure(name: str, path: Path) -> dict[str, Any]:
-    hows, orders = CAPTURES, ("after", "beside")
-    if name == "compiled":
-        hows, orders = (), ("after",)
-    found: dict[str, Any] = {"captured_s": {how: in_fork(captured, name, how) for how in hows}}
-    found["saved"] = in_fork(save, name, path)
-    for order in orders:
-        command = [sys.executable, "-m", "benchmarks.gpu.saved", name, str(path), order]
-        lines = subprocess.run(command, stdout=subprocess.PIPE, text=True).stdout.splitlines()
-        found[order] = json.loads(lines[-1]) if lines else {"failed": "see stderr"}
-    return {"model": name, **found, "environment": in_fork(environment, "cuda")}
+def measure(name: str, folder: str) -> Iterator[tuple[str, Any]]:
+    path = Path(folder, name)
+    for how in CAPTURES if name != "compiled" else ():
+        yield how, in_fork(captured, name, how)
+    yield "saved", in_fork(save, name, path)
+    # No fork: it would have the libraries at the addresses of the process that wrote the file.
+    command = [sys.executable, "-m", "benchmarks.gpu.saved", folder, name, "after"]
+    lines = subprocess.run(command, stdout=subprocess.PIPE, text=True).stdout.splitlines()
+    yield "after", json.loads(lines[-1]) if lines else {"failed": "see stderr"}
+    if name != "compiled":
+        yield "beside", in_fork(restore, name, path, True)
 
 
 if __name__ == "__main__":
-    name, file, *how = sys.argv[1:]
-    path = Path(file)
-    print(json.dumps(restore(name, path, how == ["beside"]) if how else measure(name, path)))
+    folder, *names = sys.argv[1:]
+    if names[-1] == "after":
+        print(json.dumps(restore(names[0], Path(folder, names[0]), beside=False)))
+    else:
+        print(json.dumps(in_fork(environment, "cuda")), flush=True)
+        for name in names:
+            for step, result in measure(name, folder):
+                print(json.dumps([name, step, result]), flush=True)

@@ -29,10 +29,7 @@ EDGE = [("source", "u4"), ("target", "u4"), ("kind", "u8")]
 FIELDS = {"nodes": NODE, "pointers": POINTER, "attributes": ATTRIBUTE, "edges": EDGE, "blob": "u1"}
 PARTS = {part: np.dtype(fields, align=True) for part, fields in FIELDS.items()}
 """The arrays of a graph, as build.c reads them. `blob` has the parameters of each node."""
-FUNCTION = np.dtype([("handle", "u8"), ("first", "u4"), ("count", "u4")])
-LEAST, MOST = 1 << 20, 1 << 57
 _P, _Z = ctypes.c_void_p, ctypes.c_size_t
-_LARGE_SHARED, _MAX_DYNAMIC = 48 << 10, 8
 
 Arrays = dict[str, np.ndarray]
 
@@ -159,11 +156,10 @@ class Reader:
             if offset % 8:
                 continue
             for index, word in enumerate(memoryview(value)[: len(value) // 8 * 8].cast("Q")):
-                if LEAST <= word < MOST:
+                if 1 << 20 <= word < 1 << 57:  # may be an address
                     memory = bisect.bisect_right(self._starts, word) - 1
                     if memory >= 0 and word < self._known[memory][1]:
-                        at = start + offset + 8 * index
-                        yield at, memory, word - self._starts[memory]
+                        yield start + offset + 8 * index, memory, word - self._starts[memory]
                     elif not status("cuPointerGetAttribute", ctypes.byref(_Z(0)), 2, word):
                         raise Unsupported("a pointer into memory without a name")
 
@@ -187,6 +183,8 @@ def write(path: Path, header: Mapping[str, Any], graphs: Mapping[int, Arrays]) -
             np.save(file, each)
         file.flush()
         os.fsync(file.fileno())
+        # So that the first process to read it finds no cache.
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[int, Arrays]]:
@@ -217,14 +215,16 @@ class Builder:
         self._code = code
         counts = [len(each["layout"]) for each in kernels]
         first = np.cumsum([0, *counts])[:-1]
-        functions = np.array([*zip(handles, first, counts, strict=True)], FUNCTION)
+        fields = [("handle", "u8"), ("first", "u4"), ("count", "u4")]
+        functions = np.array([*zip(handles, first, counts, strict=True)], fields)
         offsets = np.array([at for each in kernels for at, _ in each["layout"]], np.uint32)
         self._tables = functions, offsets, np.array(bases, np.uint64)
         self._context = _P()
         call("cuCtxGetCurrent", ctypes.byref(self._context))
         for handle, kernel in zip(handles, kernels, strict=True):
-            if handle and kernel["shared"] > _LARGE_SHARED:
-                call("cuFuncSetAttribute", handle, _MAX_DYNAMIC, kernel["shared"])
+            if handle and kernel["shared"] > 48 << 10:
+                # The most dynamic shared memory: more must be allowed.
+                call("cuFuncSetAttribute", handle, 8, kernel["shared"])
 
     def is_complete(self, saved: Arrays) -> bool:
         """Whether all kernels and memories of a graph are here."""

@@ -14,16 +14,14 @@ from torch.utils._pytree import tree_map
 from graphrt.cuda.blocks import workspace_sizes
 from graphrt.cuda.driver.api import captured_nodes
 
-Range = tuple[int, int, str]
-"""Start, end and name of a memory."""
 
-
-def ranges(named: Mapping[str, Tensor], pool: tuple[int, int], stream: int) -> list[Range]:
-    """Named tensors, the pool's segments for small and for large blocks, and cuBLAS's workspace.
+def ranges(named: Mapping[str, Tensor], pool: Any, stream: int) -> list[tuple[int, int, str]]:
+    """Start, end and name of named tensors, of the pool's segments for small and for large blocks,
+    and of cuBLAS's workspace.
 
     With expandable segments a pool has one range of addresses of each kind.
     """
-    found: dict[int, Range] = {}
+    found: dict[int, tuple[int, int, str]] = {}
     for name, tensor in named.items():
         start, size = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
         found.setdefault(start, (start, start + size, name))

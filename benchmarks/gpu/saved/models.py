@@ -58,7 +58,7 @@ class Case:
 
 
 def case(name: str, device: str = "cuda", most: int = 256) -> Case:
-    config = Config(32000, 2048, 8192, 4, 32, 8, 64) if name == "compiled" else CONFIGS["1b"]
+    config = Config(32000, 2048, 8192, 2, 32, 8, 64) if name == "compiled" else CONFIGS["1b"]
     model: Any
     if name == "moe":
         model, vocab = Experts(device), 4096
