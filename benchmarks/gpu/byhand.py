@@ -31,13 +31,12 @@ class Buffers:
 
 
 def captured(
-    run: Callable[[int], None], sizes: Iterable[int], stream: torch.cuda.Stream, warms_up: bool
+    run: Callable[[int], None], sizes: Iterable[int], stream: torch.cuda.Stream
 ) -> list[torch.cuda.CUDAGraph]:
-    """Graphs of a step over static tensors, in a pool of their own."""
+    """Graphs of a step over static tensors, in a pool of their own; each size is warmed up once."""
     pool, graphs = torch.cuda.graph_pool_handle(), []
     for size in sizes:
-        if warms_up:
-            run(size)
+        run(size)
         graphs.append(torch.cuda.CUDAGraph())
         with torch.cuda.graph(graphs[-1], pool=pool, stream=stream):
             run(size)

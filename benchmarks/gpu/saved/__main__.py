@@ -5,11 +5,13 @@ PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True \\
 
 Prints a line for each model and step. First seconds of capturing, each kind in a process of its own
 that has run the largest size once: by `GraphRunner.capture()` with and without its checks, by a
-loop of `torch.cuda.graph` with a warm-up for each size, and without. Then the file that is written
-into the folder; then restoring, in two processes. "after": the model is there, one thread does all.
-"beside": while the model is made a thread loads the kernels, and eight threads build the graphs.
-"after" reads the file from the disk, "beside" from the cache. Of `compiled` only saving and "after"
-are measured.
+loop of `torch.cuda.graph` with a warm-up for each size, by `capture_begin` without warm-ups. Then
+the file that is written into the folder. Then restoring, in two processes:
+
+- after: the model is there, the file comes from the disk, one thread does all.
+- beside: while the model is made a thread loads the kernels; eight threads build the graphs.
+
+Of `compiled` only saving and "after" are measured.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from graphrt.cuda.driver.api import begin_capture, finish_capture
 from graphrt.cuda.driver.nodes import KERNEL, destroy_graph, function_name
 
 CAPTURES = "capture", "off", "by hand", "bare"
-"""Levels of `GraphOptions(check=)`; a loop with a warm-up for each size, and without."""
+"""Levels of `GraphOptions(check=)`, a loop as engines have it, and the least that captures."""
 NOT_COUNTED, THREADS = "model: not counted", 8
 of_triton: dict[int, str] = {}
 """Function -> hash of the Triton kernel that it is: many of these have the same name."""
@@ -109,16 +111,17 @@ class Session:
 
 def captured(name: str, how: str) -> float:
     """Seconds of capturing all sizes."""
-    session, laps = Session(name), Laps()
-    if how in ("off", "capture"):
-        with session.case.runner(how) as runner:
-            laps.end("making the runner")
-            runner.capture()
-            laps.end(how)
+    session, kept = Session(name), list[Any]()
+    sizes, laps = session.case.sizes, Laps()
+    if how == "bare":
+        kept += map(session.capture, sizes)
+    elif how == "by hand":
+        kept += byhand.captured(session.case.run, sizes, session.stream)
     else:
-        case, stream = session.case, session.stream
-        _kept = byhand.captured(case.run, case.sizes, stream, warms_up=how != "bare")
-        laps.end(how)
+        kept.append(session.case.runner(how))
+        laps.end("making the runner")
+        kept[0].capture()
+    laps.end(how)
     return laps[how]
 
 

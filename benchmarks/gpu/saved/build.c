@@ -17,8 +17,7 @@ typedef struct {
     const Node *nodes; const Pointer *pointers; const Attribute *attributes; const Edge *edges;
     char *blob;
     uint64_t node_count, pointer_count, attribute_count, edge_count;
-    const Function *functions; const uint32_t *offsets; const uint64_t *bases;
-    void *context;
+    const Function *functions; const uint32_t *offsets; const uint64_t *bases; void *context;
 } Graph;
 
 extern int cuCtxSetCurrent(void *), cuGraphCreate(void **, unsigned);

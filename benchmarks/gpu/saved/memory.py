@@ -50,7 +50,8 @@ def map_pool(pool: Any, sizes: Mapping[str, int]) -> None:
     with torch.cuda.use_mem_pool(pool):
         blocks = [max(sizes.get("pool large", 0), 2 << 20)]
         blocks += [small] * -(-sizes.get("pool small", 0) // small)
-        _ = [torch.empty(size, dtype=torch.uint8, device="cuda") for size in blocks]
+        # All at once; they are freed again before the context ends.
+        tuple(torch.empty(size, dtype=torch.uint8, device="cuda") for size in blocks)
 
 
 class Operators(TorchDispatchMode):
