@@ -8,8 +8,10 @@ that has run the largest size once: by `GraphRunner.capture()` with and without 
 loop of `torch.cuda.graph` with a warm-up for each size, by `capture_begin` without warm-ups. Then
 the file that is written into the folder. Then restoring, in two processes:
 
-- after: the model is there, the file comes from the disk, one thread does all.
-- beside: while the model is made a thread loads the kernels; eight threads build the graphs.
+- after: the model is there, the file comes from the disk.
+- beside: while the model is made a thread loads the kernels; the file comes from the cache.
+
+At the end all are built again, by one, four and eight threads.
 
 Of `compiled` only saving and "after" are measured.
 """
@@ -39,7 +41,7 @@ from graphrt.cuda.driver.nodes import KERNEL, destroy_graph, function_name
 
 CAPTURES = "capture", "off", "by hand", "bare"
 """Levels of `GraphOptions(check=)`, a loop as engines have it, and the least that captures."""
-NOT_COUNTED, THREADS = "model: not counted", 8
+NOT_COUNTED = "model: not counted"
 of_triton: dict[int, str] = {}
 """Function -> hash of the Triton kernel that it is: many of these have the same name."""
 
@@ -246,7 +248,7 @@ def restore(name: str, path: Path, beside: bool) -> dict[str, Any]:
         parts["instantiation"] = sum(instances for *_, instances in made)
         return {size: each for size, (each, *_) in zip(ready, made, strict=True)}, parts
 
-    built, parts = build(THREADS if beside else 1)
+    built, parts = build(threads=1)
     laps.end("build")
     restored = sum(laps.values()) - laps[NOT_COUNTED]
 
@@ -262,7 +264,7 @@ def restore(name: str, path: Path, beside: bool) -> dict[str, Any]:
     laps.end("all captured, kernels loaded")
     equal = [size for size in built if are_equal(size, 2, captured[size].replay)]
     laps.end("comparing")
-    again = {f"again, {threads}": build(threads)[1] for threads in (1, THREADS)}
+    again = {f"again, {threads}": build(threads)[1] for threads in (1, 4, 8)}
     pairs = [*zip(memories, bases, strict=True)]
     of_kernels = zip(header["kernels"], handles, strict=True)
     return {
