@@ -10,7 +10,10 @@ import statistics
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +118,17 @@ def median_us(
                 found.append((time.perf_counter() - started) / calls * 1e6)
     synchronize()
     return [statistics.median(found) for found in times]
+
+
+def in_fork(work: Callable[..., Any], *arguments: Any) -> Any:
+    """The result of `work` in a fork of this process, which must not have used CUDA; the error's
+    text where that fails, so that other figures are not lost."""
+    try:
+        with ProcessPoolExecutor(1, get_context("fork")) as pool:
+            return pool.submit(work, *arguments).result()
+    except Exception as error:
+        traceback.print_exc()
+        return {"failed": f"{type(error).__name__}: {error}"[:300]}
 
 
 def copy_bandwidth(device: str, rounds: int = 15) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -28,6 +28,19 @@ class Buffers:
         """From pinned tensors, which the host does not write meanwhile."""
         for name, buffer in self.all.items():
             buffer[:tokens].copy_(values[name], non_blocking=True)
+
+
+def captured(
+    run: Callable[[int], None], sizes: Iterable[int], stream: torch.cuda.Stream
+) -> list[torch.cuda.CUDAGraph]:
+    """Graphs of a step over static tensors, in a pool of their own; each size is warmed up once."""
+    pool, graphs = torch.cuda.graph_pool_handle(), []
+    for size in sizes:
+        run(size)
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1], pool=pool, stream=stream):
+            run(size)
+    return graphs
 
 
 class FullGraphs:

@@ -1,4 +1,5 @@
-"""A Triton kernel that is compiled for each power of two of a batch, as engines have some."""
+"""Triton kernels as engines have some: `copied` is compiled for each power of two of a batch,
+`softcap` once."""
 
 from __future__ import annotations
 
@@ -23,3 +24,18 @@ def copied(hidden: torch.Tensor) -> torch.Tensor:
         hidden, result, width, rows, ROWS=triton.next_power_of_2(rows), COLUMNS=16
     )
     return result
+
+
+@triton.jit
+def _softcap(x, out, count, cap, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + at, at < count).to(tl.float32) / cap
+    value = cap * (2 / (1 + tl.exp(-2 * value)) - 1)
+    tl.store(out + at, value.to(out.dtype.element_ty), at < count)
+
+
+def softcap(x: torch.Tensor) -> torch.Tensor:
+    """30 tanh(x / 30)"""
+    out = torch.empty_like(x)
+    _softcap[(triton.cdiv(x.numel(), 1024),)](x, out, x.numel(), 30.0, BLOCK=1024)
+    return out

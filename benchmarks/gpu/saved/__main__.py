@@ -1,366 +1,305 @@
-"""Save the graphs of a model, or build them from a file and compare with captured ones.
+"""Capture the graphs of a model in one process, build them from a file in others, compare.
 
-PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True python3 -m benchmarks.gpu.saved save llama FILE
-PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True python3 -m benchmarks.gpu.saved load llama FILE
+PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True \\
+    python3 -m benchmarks.gpu.saved FOLDER llama moe compiled
+
+Prints a line for each model and step. First seconds of capturing, each kind in a process of its own
+that has run the largest size once: by `GraphRunner.capture()` with and without its checks, by a
+loop of `torch.cuda.graph` with a warm-up for each size, by `capture_begin` without warm-ups. Then
+the file that is written into the folder. Then restoring, in two processes:
+
+- after: the model is there, the file comes from the disk.
+- beside: while the model is made a thread loads the kernels; the file comes from the cache.
+
+At the end all are built again, by one, four and eight threads.
+
+Of `compiled` only saving and "after" are measured.
 """
 
 from __future__ import annotations
 
-import bisect
-import gc
 import json
-import os
+import subprocess
 import sys
+import threading
 import time
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from triton.compiler.compiler import CompiledKernel
 
-from benchmarks.common import environment
+from benchmarks.common import environment, in_fork
+from benchmarks.gpu import byhand
 from benchmarks.gpu.saved import driver as drv
 from benchmarks.gpu.saved import memory, models
+from graphrt.cuda.driver.api import begin_capture, finish_capture
+from graphrt.cuda.driver.nodes import KERNEL, destroy_graph, function_name
 
-MOST = 256
-IDENTITY = "name", "traits", "layout", "origin"
+CAPTURES = "capture", "off", "by hand", "bare"
+"""Levels of `GraphOptions(check=)`, a loop as engines have it, and the least that captures."""
+NOT_COUNTED = "model: not counted"
+of_triton: dict[int, str] = {}
+"""Function -> hash of the Triton kernel that it is: many of these have the same name."""
 
 
-def origins() -> dict[int, str]:
-    """Function -> hash of the Triton kernel that it is: many of these have the same name."""
-    compiled = [each for each in gc.get_objects() if type(each).__name__ == "CompiledKernel"]
-    return {
-        function: f"triton {each.hash}"
-        for each in compiled
-        if isinstance(function := getattr(each, "function", None), int)
-    }
+def _noted(kernel: Any, load: Any = CompiledKernel._init_handles) -> None:
+    load(kernel)
+    of_triton[kernel.function] = kernel.hash
+
+
+def identity(function: int) -> list[Any]:
+    """What a kernel is known by in another process."""
+    # Threads; shared, constant and local bytes; registers; versions of PTX and binary.
+    traits = [drv.trait(function, which) for which in range(7)]
+    return [function_name(function), traits, drv.layout(function), of_triton.get(function, "")]
+
+
+class Laps(dict[str, float]):
+    """Seconds of phases, each until the device is idle."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+
+    def end(self, name: str) -> None:
+        torch.cuda.synchronize()
+        last, self._last = self._last, time.perf_counter()
+        self[name] = self._last - last
 
 
 class Session:
-    """One process: a model, a stream, a pool, and the graphs that it captures."""
+    """One process: a model that has run its largest size (and if it compiles its smallest, which is
+    other code), a stream, a pool."""
 
     def __init__(self, name: str) -> None:
-        self.driver = drv.Driver()
+        CompiledKernel._init_handles = _noted
+        torch.set_grad_enabled(False)
         self.stream = torch.cuda.Stream()
         torch.cuda.set_stream(self.stream)
-        torch.set_grad_enabled(False)
-        self.case = models.case(name, "cuda", MOST)
+        self.case = models.case(name)
+        for size in self.case.sizes[:: 34 if name == "compiled" else 35]:
+            self.case.run(size)
+        self.stream.synchronize()
         self.pool = torch.cuda.MemPool()
-        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        if name == "compiled":
-            for size in self.case.sizes:
-                self.warm_up(size)
-
-    def warm_up(self, size: int) -> None:
-        self.case.run(size)
-        torch.cuda.synchronize()
 
     def capture(self, size: int, pool: Any = None, mode: Any = None) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         graph.capture_begin((pool or self.pool).id, capture_error_mode="thread_local")
-        if mode is None:
+        with mode or torch.no_grad():
             self.case.run(size)
-        else:
-            with mode:
-                self.case.run(size)
         graph.capture_end()
         graph.instantiate()
         return graph
 
-    def run(self, size: int, seed: int, replay: Any) -> list[torch.Tensor]:
-        """Inputs of a seed, one replay; returns copies of the output and of the model's caches,
-        which are put back."""
-        models.fill(self.case, size, seed)
+    def results(self, size: int, seed: int, step: Callable[[], Any]) -> list[torch.Tensor]:
+        """Copies of the output and of the caches after a step, which are put back."""
+        self.case.fill(size, seed)
         state = self.case.state()
         before = [each.clone() for each in state]
         self.case.output.fill_(-7)
-        replay()
-        torch.cuda.synchronize()
+        step()
         found = [self.case.output.clone(), *(each.clone() for each in state)]
         for each, old in zip(state, before, strict=True):
             each.copy_(old)
         return found
 
-    def digest(self, size: int, replay: Any) -> float:
-        return float(self.run(size, 1, replay)[0][:size].double().abs().sum())
-
-    def ranges(self, pool: Any = None) -> list[memory.Range]:
-        return memory.ranges(self.case.named(), (pool or self.pool).id, self.stream.cuda_stream)
+    def equal(self, size: int, seed: int, one: Callable[[], Any], two: Callable[[], Any]) -> bool:
+        results = self.results(size, seed, one), self.results(size, seed, two)
+        return all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def timed(work: Any) -> float:
-    began = time.perf_counter()
-    work()
-    torch.cuda.synchronize()
-    return time.perf_counter() - began
+def captured(name: str, how: str) -> float:
+    """Seconds of capturing all sizes."""
+    session, kept = Session(name), list[Any]()
+    sizes, laps = session.case.sizes, Laps()
+    if how == "bare":
+        kept += map(session.capture, sizes)
+    elif how == "by hand":
+        kept += byhand.captured(session.case.run, sizes, session.stream)
+    else:
+        kept.append(session.case.runner(how))
+        laps.end("making the runner")
+        kept[0].capture()
+    laps.end(how)
+    return laps[how]
 
 
-def save(name: str, path: str) -> dict[str, Any]:
-    session = Session(name)
-    sizes = sorted(session.case.sizes, reverse=True)
-    session.warm_up(sizes[0])
-
-    def capture_all(warms_up: bool) -> None:
-        for size in sizes:
-            if warms_up:
-                session.warm_up(size)
-            session.graphs[size] = session.capture(size)
-
-    cold = timed(lambda: capture_all(False))
-    warm = timed(lambda: capture_all(True))
-    # Once more, from an empty pool, for the file: with the operators noted.
-    pool, written, calls = torch.cuda.MemPool(), {}, dict[int, dict[int, Any]]()
-    for size in sizes:
-        mode = None if name == "compiled" else memory.Operators(session.stream.cuda_stream)
-        written[size] = session.capture(size, pool, mode)
-        calls[size] = {} if mode is None else dict(mode.of_nodes())
-    known, of_triton = session.ranges(pool), origins()
-    reader = drv.Reader(session.driver, memory.places(known), lambda each: of_triton.get(each, ""))
-    graphs, refused = {}, Counter[str]()
-    for size, graph in written.items():
+def save(name: str, path: Path) -> dict[str, Any]:
+    session, graphs = Session(name), {}
+    for size in session.case.sizes:
+        mode = memory.Operators(session.stream.cuda_stream)
+        with mode:
+            session.case.run(size)
+        graphs[size] = session.capture(size, mode=mode), mode.calls
+    known = memory.ranges(session.case.named(), session.pool.id, session.stream.cuda_stream)
+    reader = drv.Reader([(start, end) for start, end, _ in known], identity)
+    saved, refused = {}, []
+    for size, (graph, calls) in graphs.items():
         try:
-            graphs[size] = reader.read(graph.raw_cuda_graph())
+            saved[size] = reader.read(graph.raw_cuda_graph())
         except drv.Unsupported as error:
-            refused[str(error)] += 1
+            refused.append(f"{size}: {error}")
             continue
-        for node, call in calls[size].items():
-            if graphs[size]["kinds"][node] == drv.KERNEL:
-                kernel = reader.kernels[graphs[size]["kernels"][node]]
-                kernel.setdefault("operator", call)
-    header = {
-        "memories": [(label, end - start) for start, end, label in known],
-        "kernels": reader.kernels,
-        "sizes": [*graphs],
-        "lengths": {part: [len(each[part]) for each in graphs.values()] for part in drv.PARTS},
-    }
-    text = np.frombuffer(json.dumps(header).encode(), np.uint8)
-    parts = {part: np.concatenate([each[part] for each in graphs.values()]) for part in drv.PARTS}
-    np.savez(path, header=text, **parts)
-    kinds = Counter(kind for each in graphs.values() for kind in each["kinds"].tolist())
-    used = Counter(which for each in graphs.values() for _, which in each["attribute_of"].tolist())
-    links = [each["edge_kinds"].reshape(-1, 8)[:, 2] for each in graphs.values()]
-    return {
-        "captured_s": cold,
-        "captured_with_warm_ups_s": warm,
-        "refused": dict(refused),
-        "nodes": {str(kind): count for kind, count in kinds.items()},
-        "edges": sum(map(len, links)),
-        "programmatic_edges": int(sum(each.sum() for each in links)),
-        "attributes": {str(which): count for which, count in used.items()},
-        "kernels": len(reader.kernels),
-        "memories": len(known),
-        "bytes": os.path.getsize(path),
-        "digests": {size: session.digest(size, graph.replay) for size, graph in written.items()},
-    }
+        for part, call in calls:
+            for kind, kernel, *_ in saved[size]["nodes"][part].tolist():
+                if kind == KERNEL:
+                    reader.kernels[kernel].setdefault("operator", call)
+    memories = [(label, end - start, start) for start, end, label in known]
+    drv.write(path, {"memories": memories, "kernels": reader.kernels}, saved)
+    nodes = sum(len(each["nodes"]) for each in saved.values())
+    return {"refused": refused, "nodes": nodes, "bytes": path.stat().st_size}
 
 
 class Kernels:
-    """The functions of this process, by what identifies them."""
+    """The functions of this process, by what identifies the wanted ones."""
 
-    def __init__(self, session: Session, of_triton: bool) -> None:
-        self.driver, self.known = session.driver, dict[str, int]()
-        self._of_triton = origins() if of_triton else {}
-        self._launches = dict[int, drv.KernelParameters]()
+    def __init__(self, wanted: Sequence[Mapping[str, Any]]) -> None:
+        self._keys = [json.dumps(each["identity"]) for each in wanted]
+        self._operators = [json.dumps(each.get("operator")) for each in wanted]
+        self._known: dict[str, set[int]] = {}
+        self.failed: dict[str, str] = {}
 
-    def key(self, *identity: Any) -> str:
-        return json.dumps(identity)
+    def add(self, graph: int) -> None:
+        for function in drv.functions_of(graph):
+            self._known.setdefault(json.dumps(identity(function)), set()).add(function)
 
-    def add(self, functions: Iterable[int]) -> None:
-        for function in functions:
-            parts = self.driver.name_of(function), self.driver.traits(function)
-            key = self.key(*parts, self.driver.layout(function), self._of_triton.get(function, ""))
-            self.known.setdefault(key, function)
+    def handles(self) -> list[int]:
+        """0 for a kernel that was not found."""
+        return [min(self._known.get(key, {0})) for key in self._keys]
 
-    def of_graph(self, graph: torch.cuda.CUDAGraph) -> None:
-        launches = {
-            drv.function_of(each) or 0: each for each in drv.launches(graph.raw_cuda_graph())
-        }
-        new = launches.keys() - self._launches.keys()
-        self._launches |= launches
-        self.add(new)
+    def found(self) -> list[int]:
+        """How many were found, and how many of these may be several functions."""
+        counts = [len(self._known.get(key, ())) for key in self._keys]
+        return [sum(count > 0 for count in counts), sum(count > 1 for count in counts)]
 
-    def enumerated(self, names: set[str]) -> None:
-        """Add what lies beside known kernels and has one of these names."""
-        if not names:
-            return
-        beside = {
-            each for launch in self._launches.values() for each in self.driver.siblings(launch)
-        }
-        self.add([each for each in beside if self.driver.name_of(each) in names])
+    def missing(self) -> list[str]:
+        """The operators of kernels that are not known yet."""
+        pairs = zip(self._keys, self._operators, strict=True)
+        return [*{text: 0 for key, text in pairs if key not in self._known and text != "null"}]
 
-    def by_operators(self, operators: Iterable[dict[str, Any]]) -> list[str]:
-        """Add the kernels of operators, captured together and never run; returns what failed."""
-        calls, failed = [], []
-        for each in operators:
+    def load(self, operators: Sequence[str]) -> None:
+        """Run operators on zeros: the driver loads the kernels of each."""
+        for text in operators:
             try:
-                calls.append((each["name"], memory.prepared(each)))
-            except (ValueError, TypeError) as error:
-                failed.append(f"{each['name']}: {error}"[:200])
-        graph = torch.cuda.CUDAGraph(keep_graph=True)
-        graph.capture_begin(torch.cuda.MemPool().id, capture_error_mode="thread_local")
-        for name, call in calls:
-            try:
+                memory.prepared(json.loads(text), torch.zeros)()
+            except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+                self.failed[text] = f"{text[:100]}: {error}"[:300]
+        torch.cuda.current_stream().synchronize()
+
+    def identify(self, operators: Sequence[str], stream: int) -> None:
+        """Capture operators that were run, for the functions that they launch."""
+        for text in operators:
+            if text not in self.failed:
+                call = memory.prepared(json.loads(text), torch.empty)
+                begin_capture(stream)
                 call()
-            except (RuntimeError, NotImplementedError) as error:
-                failed.append(f"{name}: {error}"[:200])
-        graph.capture_end()
-        self.of_graph(graph)
-        return failed
+                graph = finish_capture(stream)
+                self.add(graph)
+                destroy_graph(graph)
 
 
-def differences(
-    mine: dict[str, np.ndarray], theirs: dict[str, np.ndarray], labels: Any, kernels: Any
-) -> dict[str, Any]:
-    """What a saved graph has otherwise than the same one captured here, by kernel."""
-    found: dict[str, Any] = {"nodes": [len(mine["kinds"]), len(theirs["kinds"])]}
-    if found["nodes"][0] != found["nodes"][1] or len(mine["blob"]) != len(theirs["blob"]):
-        return found
-    found["launch"] = int((mine["launch"] != theirs["launch"]).any(1).sum())
-    found["edges"] = bool((mine["edges"] == theirs["edges"]).all())
-    places = [
-        {int(at): (label[int(which)], int(offset)) for at, which, offset in each["relocations"]}
-        for each, label in zip((mine, theirs), labels, strict=True)
-    ]
-    words = mine["blob"].view(np.uint64) != theirs["blob"].view(np.uint64)
-    starts, apart = mine["starts"].tolist(), Counter[str]()
-    for at in sorted(
-        {8 * int(index) for index in np.flatnonzero(words)} | {*places[0]} | {*places[1]}
-    ):
-        here, there = places[0].get(at), places[1].get(at)
-        if (here is None or here != there) and not (here == there and not words[at // 8]):
-            node = bisect.bisect_right(starts, at) - 1
-            name = kernels[mine["kernels"][node]]["name"][:60]
-            raw = [hex(int(each["blob"].view(np.uint64)[at // 8])) for each in (mine, theirs)]
-            apart[f"{name} +{at - starts[node]}: {here} {there} {raw}"] += 1
-    found["words"] = sum(apart.values())
-    found["first"] = [each for each, _ in apart.most_common(12)]
-    return found
-
-
-def load(name: str, path: str) -> dict[str, Any]:
+def restore(name: str, path: Path, beside: bool) -> dict[str, Any]:
+    torch.cuda.init()
+    # Moves the memories to other addresses than those of the process that wrote the file.
+    _moved = [torch.empty(size, device="cuda") for size in (1000, 30 << 20)]
+    code = drv.compiled()
+    laps = Laps()
+    header, saved = drv.read(path)
+    laps.end("read")
+    kernels, memories = Kernels(header["kernels"]), header["memories"]
+    thread = threading.Thread(target=kernels.load, args=[kernels.missing()])
+    if beside:
+        thread.start()
     session = Session(name)
-    driver, sizes = session.driver, sorted(session.case.sizes, reverse=True)
-    session.warm_up(sizes[0])
-    took: dict[str, float] = {}
-    began = last = time.perf_counter()
+    laps.end(NOT_COUNTED)
+    if beside:
+        thread.join()
+    laps.end("wait for the thread")
+    memory.map_pool(session.pool, {label: size for label, size, _ in memories})
+    sizes, stream = session.case.sizes, session.stream.cuda_stream
+    ends = [session.capture(size) for size in (sizes[0], sizes[-1])]
+    laps.end("two captures")
+    for each in ends:
+        kernels.add(each.raw_cuda_graph())
+    found, missing = kernels.found(), kernels.missing()
+    laps.end("kernels of two captures")
+    if not beside:
+        kernels.load(missing)
+    laps.end("kernels loaded")
+    kernels.identify(missing, stream)
+    handles = kernels.handles()
+    laps.end("kernels identified")
+    known = memory.ranges(session.case.named(), session.pool.id, stream)
+    here = {label: (start, end - start) for start, end, label in known}
+    places = [here.get(label, (0, 0)) for label, *_ in memories]
+    bases = [at * (has >= of) for (at, has), (_, of, _) in zip(places, memories, strict=True)]
+    builder = drv.Builder(code, header["kernels"], handles, bases)
+    ready = {size: each for size, each in saved.items() if builder.is_complete(each)}
+    laps.end("tables")
 
-    def lap(what: str) -> None:
-        nonlocal last
-        torch.cuda.synchronize()
-        now = time.perf_counter()
-        took[what], last = now - last, now
+    def build(threads: int) -> tuple[dict[int, int], dict[str, float]]:
+        began = time.perf_counter()
+        with ThreadPoolExecutor(threads) as pool:
+            made = [*pool.map(builder.build, ready.values())]
+        parts = {"s": time.perf_counter() - began, "nodes": sum(nodes for _, nodes, _ in made)}
+        parts["instantiation"] = sum(instances for *_, instances in made)
+        return {size: each for size, (each, *_) in zip(ready, made, strict=True)}, parts
 
-    with np.load(path, allow_pickle=False) as file:
-        parts = {key: file[key] for key in file.files}
-    header = json.loads(parts.pop("header").tobytes())
-    graphs: dict[int, dict[str, np.ndarray]] = {size: {} for size in header["sizes"]}
-    for part, lengths in header["lengths"].items():
-        ends = np.cumsum(lengths).tolist()
-        for size, length, end in zip(graphs, lengths, ends, strict=True):
-            graphs[size][part] = parts[part][end - length : end]
-    lap("read")
-    memory.map_pool(session.pool, dict(header["memories"]))
-    lap("map memory")
-    for size in (sizes[0], sizes[-1]):
-        session.graphs[size] = session.capture(size)
-    lap("two captures")
-    saved = header["kernels"]
-    kernels = Kernels(session, any(each["origin"] for each in saved))
-    for graph in session.graphs.values():
-        kernels.of_graph(graph)
-    wanted = [kernels.key(*(each[part] for part in IDENTITY)) for each in saved]
-    found = {"captured": sum(key in kernels.known for key in wanted)}
-    lap("kernels of two graphs")
-    missing = {
-        json.dumps(each["operator"]): each["operator"]
-        for key, each in zip(wanted, saved, strict=True)
-        if key not in kernels.known and "operator" in each
-    }
-    failed = kernels.by_operators(missing.values()) if missing else []
-    found["by operator"] = sum(key in kernels.known for key in wanted) - sum(found.values())
-    lap("kernels by operator")
-    kernels.enumerated(
-        {each["name"] for key, each in zip(wanted, saved, strict=True) if key not in kernels.known}
-    )
-    found["enumerated"] = sum(key in kernels.known for key in wanted) - sum(found.values())
-    absent = [
-        each["name"] for key, each in zip(wanted, saved, strict=True) if key not in kernels.known
-    ]
-    lap("kernels enumerated")
-    functions = drv.function_table(saved, [kernels.known.get(key) for key in wanted])
-    drv.allow_shared(driver, functions, list(graphs.values()))
-    here = {label: (start, end - start) for start, end, label in session.ranges()}
-    names = [label for label, _ in header["memories"]]
-    lacking = {
-        label: (size, here.get(label, (0, 0))[1])
-        for label, size in header["memories"]
-        if here.get(label, (0, 0))[1] < size
-    }
-    bases = np.array([here.get(label, (0, 0))[0] for label in names], np.uint64)
-    built, reasons = {}, Counter[str]()
-    for size, each in graphs.items():
-        used = {names[index] for index in each["relocations"][:, 1].tolist()}
-        if not functions["handle"][each["kernels"][each["kinds"] == drv.KERNEL]].all():
-            reasons["a kernel is absent"] += 1
-        elif used & lacking.keys():
-            reasons[f"memory: {sorted(used & lacking.keys())}"] += 1
-        else:
-            built[size] = drv.Built(driver, each, functions, bases)
-    lap("build")
-    stream = session.stream.cuda_stream
-    for each in built.values():
-        driver("cuGraphUpload", each.executable, stream)
-    lap("upload")
-    total = time.perf_counter() - began
+    built, parts = build(threads=1)
+    laps.end("build")
+    restored = sum(laps.values()) - laps[NOT_COUNTED]
 
-    def replay(each: drv.Built) -> Any:
-        return lambda: driver("cuGraphLaunch", each.executable, stream)
+    def are_equal(size: int, seed: int, other: Callable[[], Any]) -> bool:
+        replay = partial(drv.call, "cuGraphLaunch", built[size], stream)
+        return session.equal(size, seed, replay, other)
 
-    known = session.ranges()
-    labels = names, [label for *_, label in known]
-    reader = drv.Reader(driver, memory.places(known), lambda each: "")
-    compared: dict[int, Any] = {}
-    for size, each in session.graphs.items():
-        try:
-            here_too = reader.read(each.raw_cuda_graph())
-            compared[size] = differences(graphs[size], here_too, labels, saved)
-        except drv.Unsupported as error:  # padding of arguments may have any old address
-            compared[size] = str(error)
-    mine = {
-        (size, seed): session.run(size, seed, replay(each))
-        for size, each in built.items()
-        for seed in (1, 2)
-    }
-    last = time.perf_counter()
+    tried = [size for size in built if are_equal(size, 1, partial(session.case.run, size))]
+    laps.end("trials")
     # In memory of their own: the pool's is what the built graphs use.
     others = torch.cuda.MemPool()
     captured = {size: session.capture(size, others) for size in sizes}
-    lap("all captured, warm")
-    apart = {}
-    for (size, seed), results in mine.items():
-        theirs = session.run(size, seed, captured[size].replay)
-        if not all(torch.equal(a, b) for a, b in zip(results, theirs, strict=True)):
-            apart[size] = float((results[0] - theirs[0]).abs().max())
+    laps.end("all captured, kernels loaded")
+    equal = [size for size in built if are_equal(size, 2, captured[size].replay)]
+    laps.end("comparing")
+    again = {f"again, {threads}": build(threads)[1] for threads in (1, 4, 8)}
+    pairs = [*zip(memories, bases, strict=True)]
+    of_kernels = zip(header["kernels"], handles, strict=True)
     return {
-        "graphs": len(sizes),
-        "built": len(built),
-        "equal": len(built.keys() - apart.keys()),
-        "apart": apart,
-        "not_built": dict(reasons),
-        "kernels": found,
-        "absent": absent,
-        "operators": len(missing),
-        "operators_failed": failed[:5],
-        "differences": compared,
-        "memories_lacking": lacking,
-        "took_s": took,
-        "restored_s": total,
-        "digests": {size: session.digest(size, replay(each)) for size, each in built.items()},
+        "restored_s": restored,
+        "graphs": {"of": len(sizes), "built": len(built), "tried": len(tried), "equal": len(equal)},
+        "not_equal": sorted(built.keys() - {*equal}),
+        "kernels": {"of": len(handles), "captured": found, "found": kernels.found()},
+        "absent": [each["identity"][0] for each, handle in of_kernels if not handle],
+        "failed": [*kernels.failed.values()],
+        "lacking": [label for (label, *_), base in pairs if not base],
+        "moved": [sum(base != before for (*_, before), base in pairs), len(pairs)],
+        "s": laps,
+        "build": {"first": parts, **again},
     }
 
 
+def measure(name: str, folder: str) -> Iterator[tuple[str, Any]]:
+    path = Path(folder, name)
+    for how in CAPTURES if name != "compiled" else ():
+        yield how, in_fork(captured, name, how)
+    yield "saved", in_fork(save, name, path)
+    # No fork: it would have the libraries at the addresses of the process that wrote the file.
+    command = [sys.executable, "-m", "benchmarks.gpu.saved", folder, name, "after"]
+    lines = subprocess.run(command, stdout=subprocess.PIPE, text=True).stdout.splitlines()
+    yield "after", json.loads(lines[-1]) if lines else {"failed": "see stderr"}
+    if name != "compiled":
+        yield "beside", in_fork(restore, name, path, True)
+
+
 if __name__ == "__main__":
-    what, name, path = sys.argv[1:4]
-    result = {"save": save, "load": load}[what](name, path)
-    print(json.dumps({"model": name, "what": what, "environment": environment("cuda"), **result}))
+    folder, *names = sys.argv[1:]
+    if names[-1] == "after":
+        print(json.dumps(restore(names[0], Path(folder, names[0]), beside=False)))
+    else:
+        print(json.dumps(in_fork(environment, "cuda")), flush=True)
+        for name in names:
+            for step, result in measure(name, folder):
+                print(json.dumps([name, step, result]), flush=True)

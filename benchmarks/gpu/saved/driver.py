@@ -1,131 +1,80 @@
-"""Graphs read from the driver, and built by it: nodes, edges, attributes, parameters."""
+"""Graphs as arrays: read from the driver, kept in a file, built by the driver again."""
 
 from __future__ import annotations
 
+import bisect
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
+import json
+import os
+import subprocess
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from graphrt.cuda.driver.nodes import (
-    KERNEL,
-    MEMORY_NAMES,
-    KernelParameters,
-    edges,
-    function_of,
-    kernel_attribute,
-    kernel_parameters,
-    memory_parameters,
-    node_type,
-    nodes_of,
-)
+from graphrt.cuda.driver import nodes
+from graphrt.cuda.driver.api import check, need
 
-EMPTY = 5
-MEMORY_BYTES = 256
 CLUSTER, CLUSTER_SCHEDULING = 4, 5
 ATTRIBUTES = (1, 2, CLUSTER, CLUSTER_SCHEDULING, 8, 9, 10, 11, 14)
 """CUlaunchAttributeID of a kernel node; programmatic launches are edges of a kind of their own."""
-TRAITS = (0, 1, 2, 3, 4, 5, 6)
-"""CUfunction_attribute: threads, shared, constant and local bytes, registers, PTX, binary."""
-PARTS = (
-    "kinds", "kernels", "launch", "starts", "arguments", "blob", "relocations", "attribute_of",
-    "attributes", "edges", "edge_kinds",
-)  # fmt: skip
-"""The arrays of a graph."""
-LEAST, MOST = 1 << 20, 1 << 57
-PARAMETERS = np.dtype(
-    {
-        "names": ["function", "launch", "arguments"],
-        "formats": ["u8", ("u4", 7), "u8"],
-        "offsets": [0, 8, 40],
-        "itemsize": ctypes.sizeof(KernelParameters),
-    }
-)
+NODE = [("kind", "u4"), ("kernel", "u4"), ("launch", "u4", 7), ("start", "u8")]
+POINTER = [("at", "u4"), ("memory", "u4"), ("offset", "u8")]
+ATTRIBUTE = [("node", "u4"), ("which", "u4"), ("value", "V64")]
+EDGE = [("source", "u4"), ("target", "u4"), ("kind", "u8")]
+FIELDS = {"nodes": NODE, "pointers": POINTER, "attributes": ATTRIBUTE, "edges": EDGE, "blob": "u1"}
+PARTS = {part: np.dtype(fields, align=True) for part, fields in FIELDS.items()}
+"""The arrays of a graph, as build.c reads them. `blob` has the parameters of each node."""
 _P, _Z = ctypes.c_void_p, ctypes.c_size_t
-_LARGE_SHARED, _MAX_DYNAMIC = 48 << 10, 8
+
+Arrays = dict[str, np.ndarray]
 
 
-class Driver:
-    """`driver("cuGraphCreate", ...)` calls the driver, and raises where that fails."""
+def status(name: str, *arguments: Any) -> int:
+    # Numbers are as wide as addresses: x86-64 and Arm pass both in registers.
+    given = [_P(each) if isinstance(each, int) else each for each in arguments]
+    return int(getattr(need(), name)(*given))
 
-    def __init__(self) -> None:
-        self.library = ctypes.CDLL("libcuda.so.1")
-        # Called for each node.
-        self.add_kernel: Any = self.library["cuGraphAddKernelNode_v2"]  # an object of its own
-        self.add_kernel.argtypes = _P, _P, _P, _Z, _P
 
-    def status(self, name: str, *arguments: Any) -> int:
-        # Numbers are as wide as addresses: x86-64 and Arm pass both in registers.
-        given = [_P(each) if isinstance(each, int) else each for each in arguments]
-        return int(getattr(self.library, name)(*given))
+def call(name: str, *arguments: Any) -> None:
+    check(name, status(name, *arguments))
 
-    def __call__(self, name: str, *arguments: Any) -> None:
-        status = self.status(name, *arguments)
-        if status:
-            raise RuntimeError(f"{name}: CUresult {status}")
 
-    def handle(self, name: str, *arguments: Any) -> int | None:
-        """The handle that a function returns first; None where it fails."""
-        result = _P()
-        failed = self.status(name, ctypes.byref(result), *arguments)
-        return None if failed else result.value
+def trait(function: int, which: int) -> int:
+    """A CUfunction_attribute."""
+    value = ctypes.c_int(0)
+    call("cuFuncGetAttribute", ctypes.byref(value), which, function)
+    return value.value
 
-    def is_device_memory(self, word: int) -> bool:
-        kind = ctypes.c_uint(0)
-        return not self.status("cuPointerGetAttribute", ctypes.byref(kind), 2, word)
 
-    def name_of(self, function: int) -> str:
-        name = ctypes.c_char_p()
-        self("cuFuncGetName", ctypes.byref(name), function)
-        return (name.value or b"").decode()
+def layout(function: int) -> list[tuple[int, int]]:
+    """Offset and bytes of each argument."""
+    offset, size, found = _Z(0), _Z(0), []
+    at = ctypes.byref(offset), ctypes.byref(size)
+    while not status("cuFuncGetParamInfo", function, len(found), *at):
+        found.append((offset.value, size.value))
+    return found
 
-    def traits(self, function: int) -> list[int]:
-        value, found = ctypes.c_int(0), []
-        for trait in TRAITS:
-            self("cuFuncGetAttribute", ctypes.byref(value), trait, function)
-            found.append(value.value)
-        return found
 
-    def layout(self, function: int) -> list[tuple[int, int]]:
-        """Offset and bytes of each argument."""
-        offset, size, found = _Z(0), _Z(0), []
-        at = ctypes.byref(offset), ctypes.byref(size)
-        while not self.status("cuFuncGetParamInfo", function, len(found), *at):
-            found.append((offset.value, size.value))
-        return found
-
-    def siblings(self, launch: KernelParameters) -> Iterator[int]:
-        """All functions of the module, or library, that a launched kernel comes from."""
-        count = ctypes.c_uint(0)
-        if launch.kernel:
-            library = self.handle("cuKernelGetLibrary", launch.kernel)
-            self("cuLibraryGetKernelCount", ctypes.byref(count), library)
-            kernels = (_P * count.value)()
-            self("cuLibraryEnumerateKernels", kernels, count, library)
-            yield from filter(None, (self.handle("cuKernelGetFunction", each) for each in kernels))
-            return
-        module = self.handle("cuFuncGetModule", launch.function)
-        if module is None:
-            return
-        self("cuModuleGetFunctionCount", ctypes.byref(count), module)
-        functions = (_P * count.value)()
-        self("cuModuleEnumerateFunctions", functions, count, module)
-        yield from filter(None, functions)
+def functions_of(graph: int) -> set[int]:
+    """The functions that the kernels of a graph launch."""
+    kernels = [each for each in nodes.nodes_of(graph) if nodes.node_type(each) == nodes.KERNEL]
+    return {nodes.function_of(nodes.kernel_parameters(each)) or 0 for each in kernels}
 
 
 class Unsupported(Exception):
     """A graph that cannot be written to a file."""
 
 
-def launches(graph: int) -> list[KernelParameters]:
-    """How each kernel of a graph is launched."""
-    return [kernel_parameters(node) for node in nodes_of(graph) if node_type(node) == KERNEL]
+Values = list[tuple[int, bytes]]
+"""Bytes by their offsets."""
 
 
-def _arguments(
-    launch: KernelParameters, layout: Sequence[tuple[int, int]]
-) -> list[tuple[int, bytes]]:
+def _arguments(launch: nodes.KernelParameters, layout: Sequence[tuple[int, int]]) -> Values:
     """The arguments of a launch, by their offsets."""
     if launch.arguments or not layout:
         places = (_P * len(layout)).from_address(launch.arguments) if layout else ()
@@ -136,122 +85,87 @@ def _arguments(
     given = dict(zip(pairs[0:4:2], pairs[1:4:2], strict=True))
     if sorted(given) != [1, 2]:
         raise Unsupported(f"arguments given as {list(pairs)}")
-    size = ctypes.c_uint64.from_address(given[2]).value
-    buffer = ctypes.string_at(given[1], size)
+    buffer = ctypes.string_at(given[1], ctypes.c_uint64.from_address(given[2]).value)
     return [(offset, buffer[offset : offset + size]) for offset, size in layout]
 
 
-class Reader:
-    """Turns graphs into arrays. `place(word)` is the index of the memory that a word points into,
-    and the offset; None if it points into none that has a name."""
+def _attributes(node: int) -> dict[int, bytes | None]:
+    return {each: nodes.kernel_attribute(node, each) for each in ATTRIBUTES}
 
-    def __init__(
-        self,
-        driver: Driver,
-        place: Callable[[int], tuple[int, int] | None],
-        identify: Callable[[int], str],
-    ) -> None:
-        self.driver, self._place, self._identify = driver, place, identify
+
+class Reader:
+    """Turns graphs into arrays. `known` are the starts and ends of memories that have a name."""
+
+    def __init__(self, known: Sequence[tuple[int, int]], identify: Callable[[int], Any]) -> None:
+        self._known, self._identify = known, identify
+        self._starts = [start for start, _ in known]
         self.kernels: list[dict[str, Any]] = []
         self._index: dict[int, int] = {}
-        self._defaults: dict[int, dict[int, bytes | None]] = {}
+        self._defaults: list[dict[int, bytes | None]] = []
 
-    def kernel(self, launch: KernelParameters) -> int:
-        function = function_of(launch)
-        if function is None:
-            raise Unsupported("the driver does not tell the function of a kernel")
+    def kernel(self, launch: nodes.KernelParameters) -> int:
+        """The number of a kernel, which is added if it is new."""
+        function = nodes.function_of(launch) or 0
         if function not in self._index:
+            graph, fresh = _P(), _P()
+            call("cuGraphCreate", ctypes.byref(graph), 0)
+            into = ctypes.byref(fresh), graph, None, 0
+            call("cuGraphAddKernelNode_v2", *into, ctypes.byref(launch))
+            self._defaults.append(_attributes(fresh.value or 0))
+            nodes.destroy_graph(graph.value or 0)
             self._index[function] = len(self.kernels)
-            self.kernels.append(
-                {
-                    "name": self.driver.name_of(function),
-                    "traits": self.driver.traits(function),
-                    "layout": self.driver.layout(function),
-                    "origin": self._identify(function),
-                }
-            )
+            known = {"identity": self._identify(function), "layout": layout(function), "shared": 0}
+            self.kernels.append(known)
+        kernel = self.kernels[self._index[function]]
+        kernel["shared"] = max(kernel["shared"], launch.shared_bytes)
         return self._index[function]
 
-    def read(self, graph: int) -> dict[str, np.ndarray]:
+    def read(self, graph: int) -> Arrays:
         """The arrays of a graph. Raises `Unsupported` where something of it has no name."""
-        nodes = nodes_of(graph)
-        number = {node: index for index, node in enumerate(nodes)}
-        kinds, kernels, launch_of, starts, arguments = [], [], [], [], []
-        blob, relocations, attributes = bytearray(), [], []
-        for index, node in enumerate(nodes):
-            kind = node_type(node)
-            kinds.append(kind)
-            starts.append(len(blob))
-            kernels.append(0)
-            launch_of.append((0,) * 7)
-            if kind == KERNEL:
-                launch = kernel_parameters(node)
-                kernels[-1] = self.kernel(launch)
-                launch_of[-1] = (*launch.grid, *launch.block, launch.shared_bytes)
-                layout = self.kernels[kernels[-1]]["layout"]
-                values = _arguments(launch, layout)
-                arguments += [len(blob) + offset for offset, _ in values]
-                attributes += self._attributes(index, node, launch)
-            elif kind in MEMORY_NAMES:
-                values = [(0, memory_parameters(node, kind))]
-            elif kind == EMPTY:
-                values = []
+        handles = nodes.nodes_of(graph)
+        number = {handle: index for index, handle in enumerate(handles)}
+        blob, found, pointers, attributes = bytearray(), [], [], []
+        for index, handle in enumerate(handles):
+            kind, kernel, how, start = nodes.node_type(handle), 0, (0,) * 7, len(blob)
+            if kind == nodes.KERNEL:
+                launch = nodes.kernel_parameters(handle)
+                kernel = self.kernel(launch)
+                how = (*launch.grid, *launch.block, launch.shared_bytes)
+                values = _arguments(launch, self.kernels[kernel]["layout"])
+                attributes += self._changed(index, handle, kernel)
+            elif kind in nodes.MEMORY_NAMES:
+                values = [(0, nodes.memory_parameters(handle, kind))]
             else:
                 raise Unsupported(f"a node of kind {kind}")
-            name = self.kernels[kernels[-1]]["name"] if kind == KERNEL else MEMORY_NAMES.get(kind)
-            relocations += self._relocations(len(blob), values, name)
+            found.append((kind, kernel, how, start))
+            pointers += self._pointers(start, values)
             end = max((offset + len(value) for offset, value in values), default=0)
-            packed = bytearray((end + 63) // 64 * 64)
+            blob += bytes((end + 63) // 64 * 64)
             for offset, value in values:
-                packed[offset : offset + len(value)] = value
-            blob += packed
-        links = edges(graph)
-        ends = [(number[source], number[target]) for source, target, _ in links]
-        return {
-            "kinds": np.array(kinds, np.uint8),
-            "kernels": np.array(kernels, np.uint32),
-            "launch": np.array(launch_of, np.uint32).reshape(-1, 7),
-            "starts": np.array(starts, np.uint64),
-            "arguments": np.array(arguments, np.uint64),
-            "blob": np.frombuffer(bytes(blob), np.uint8),
-            "relocations": np.array(relocations, np.uint64).reshape(-1, 3),
-            "attribute_of": np.array([each[:2] for each in attributes], np.uint32).reshape(-1, 2),
-            "attributes": np.frombuffer(b"".join(each[2] for each in attributes), np.uint8),
-            "edges": np.array(ends, np.uint32).reshape(-1, 2),
-            "edge_kinds": np.frombuffer(b"".join(kind for *_, kind in links), np.uint8),
-        }
+                blob[start + offset : start + offset + len(value)] = value
+        links = [
+            (number[source], number[target], int.from_bytes(kind, "little"))
+            for source, target, kind in nodes.edges(graph)
+        ]
+        rows = {"nodes": found, "pointers": pointers, "attributes": attributes, "edges": links}
+        arrays = {part: np.array(each, PARTS[part]) for part, each in rows.items()}
+        return arrays | {"blob": np.frombuffer(bytes(blob), np.uint8)}
 
-    def _relocations(
-        self, start: int, values: Sequence[tuple[int, bytes]], name: str | None
-    ) -> Iterator[tuple[int, int, int]]:
+    def _pointers(self, start: int, values: Values) -> Iterator[tuple[int, int, int]]:
         for offset, value in values:
             if offset % 8:
                 continue
             for index, word in enumerate(memoryview(value)[: len(value) // 8 * 8].cast("Q")):
-                if not LEAST <= word < MOST:
-                    continue
-                found = self._place(word)
-                if found is not None:
-                    yield (start + offset + 8 * index, *found)
-                elif self.driver.is_device_memory(word):
-                    raise Unsupported(f"{name} has a pointer into memory without a name")
+                if 1 << 20 <= word < 1 << 57:  # may be an address
+                    memory = bisect.bisect_right(self._starts, word) - 1
+                    if memory >= 0 and word < self._known[memory][1]:
+                        yield start + offset + 8 * index, memory, word - self._starts[memory]
+                    elif not status("cuPointerGetAttribute", ctypes.byref(_Z(0)), 2, word):
+                        raise Unsupported("a pointer into memory without a name")
 
-    def _attributes(
-        self, index: int, node: int, launch: KernelParameters
-    ) -> Iterator[tuple[int, int, bytes]]:
-        """Those that a new node would not have."""
-        function = function_of(launch) or 0
-        if function not in self._defaults:
-            graph, fresh = _P(), _P()
-            self.driver("cuGraphCreate", ctypes.byref(graph), 0)
-            self.driver(
-                "cuGraphAddKernelNode_v2", ctypes.byref(fresh), graph, None, 0, ctypes.byref(launch)
-            )
-            made = fresh.value or 0
-            self._defaults[function] = {each: kernel_attribute(made, each) for each in ATTRIBUTES}
-            self.driver("cuGraphDestroy", graph)
-        found = {each: kernel_attribute(node, each) for each in ATTRIBUTES}
-        defaults = self._defaults[function]
+    def _changed(self, index: int, node: int, kernel: int) -> Iterator[tuple[int, int, bytes]]:
+        """The attributes that a new node would not have."""
+        found, defaults = _attributes(node), self._defaults[kernel]
         if found[CLUSTER] == defaults[CLUSTER]:
             del found[CLUSTER_SCHEDULING]  # each captured node has it
         for attribute, value in found.items():
@@ -259,82 +173,74 @@ class Reader:
                 yield index, attribute, value
 
 
-class Built:
-    """A graph that was built from arrays."""
-
-    def __init__(
-        self,
-        driver: Driver,
-        saved: dict[str, np.ndarray],
-        functions: np.ndarray,
-        bases: np.ndarray,
-    ) -> None:
-        """`functions` are the kernels' handles, `bases` the memories' addresses, both uint64."""
-        self.driver = driver
-        blob, relocations = saved["blob"].copy(), saved["relocations"]
-        words = blob.view(np.uint64)
-        words[relocations[:, 0] // 8] = bases[relocations[:, 1]] + relocations[:, 2]
-        at = blob.ctypes.data
-        kinds, kernels = saved["kinds"], saved["kernels"]
-        arguments = saved["arguments"] + np.uint64(at)
-        counts = np.where(kinds == KERNEL, functions["count"][kernels], 0)
-        first = np.concatenate(([0], np.cumsum(counts)[:-1])).astype(np.uint64)
-        launch = np.zeros(len(kinds), PARAMETERS)
-        launch["function"] = functions["handle"][kernels]
-        launch["launch"] = saved["launch"]
-        launch["arguments"] = np.uint64(arguments.ctypes.data) + 8 * first
-        graph, made = _P(), (_P * max(len(kinds), 1))()
-        driver("cuGraphCreate", ctypes.byref(graph), 0)
-        context = driver.handle("cuCtxGetCurrent")
-        add, nodes = driver.add_kernel, ctypes.addressof(made)
-        step, parameters = PARAMETERS.itemsize, launch.ctypes.data
-        for index, kind in enumerate(kinds.tolist()):
-            node = nodes + 8 * index
-            if kind == KERNEL:
-                status = add(node, graph, None, 0, parameters + step * index)
-                if status:
-                    raise RuntimeError(f"cuGraphAddKernelNode: CUresult {status}")
-            elif kind == EMPTY:
-                driver("cuGraphAddEmptyNode", node, graph, None, 0)
-            else:
-                name = f"cuGraphAdd{MEMORY_NAMES[kind]}Node"
-                driver(name, node, graph, None, 0, at + int(saved["starts"][index]), context)
-        values = saved["attributes"]
-        for index, (node_index, attribute) in enumerate(saved["attribute_of"].tolist()):
-            value = values[64 * index : 64 * index + 64].tobytes()
-            driver("cuGraphKernelNodeSetAttribute", made[node_index], attribute, value)
-        self._link(graph, np.frombuffer(made, np.uint64), saved)
-        executable = _P()
-        driver("cuGraphInstantiateWithFlags", ctypes.byref(executable), graph, 0)
-        driver("cuGraphDestroy", graph)
-        self.executable = executable.value
-
-    def _link(self, graph: Any, nodes: np.ndarray, saved: dict[str, np.ndarray]) -> None:
-        ends, kinds = saved["edges"], saved["edge_kinds"]
-        if len(ends):
-            sources, targets = nodes[ends[:, 0]].copy(), nodes[ends[:, 1]].copy()
-            pointers = sources.ctypes.data, targets.ctypes.data, kinds.ctypes.data
-            self.driver("cuGraphAddDependencies_v2", graph, *pointers, len(ends))
+def write(path: Path, header: Mapping[str, Any], graphs: Mapping[int, Arrays]) -> None:
+    """The header as JSON, and each part of all graphs: arrays of NumPy."""
+    lengths = {part: [len(each[part]) for each in graphs.values()] for part in PARTS}
+    text = json.dumps({**header, "sizes": [*graphs], "lengths": lengths}).encode()
+    parts = [np.concatenate([each[part] for each in graphs.values()]) for part in PARTS]
+    with path.open("wb") as file:
+        for each in (np.frombuffer(text, np.uint8), *parts):
+            np.save(file, each)
+        file.flush()
+        os.fsync(file.fileno())
+        # So that the first process to read it finds no cache.
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def function_table(kernels: Sequence[dict[str, Any]], handles: Sequence[int | None]) -> np.ndarray:
-    """Handle (0 for none) and number of arguments of each kernel."""
-    rows = [
-        (handle or 0, len(each["layout"])) for each, handle in zip(kernels, handles, strict=True)
-    ]
-    return np.array(rows, np.dtype([("handle", "u8"), ("count", "u8")]))
+def read(path: Path) -> tuple[dict[str, Any], dict[int, Arrays]]:
+    """The header, and the graphs by size."""
+    with path.open("rb") as file:
+        text, *parts = (np.load(file) for _ in (None, *PARTS))
+    header = json.loads(text.tobytes())
+    ends = [np.cumsum(header["lengths"][part])[:-1] for part in PARTS]
+    graphs = zip(*map(np.split, parts, ends), strict=True)
+    arrays = (dict(zip(PARTS, each, strict=True)) for each in graphs)
+    return header, dict(zip(header["sizes"], arrays, strict=True))
 
 
-def allow_shared(
-    driver: Driver, functions: np.ndarray, graphs: Sequence[dict[str, np.ndarray]]
-) -> None:
-    """Let kernels have as much shared memory as any graph launches them with."""
-    most: dict[int, int] = {}
-    for saved in graphs:
-        large = saved["launch"][:, 6] > _LARGE_SHARED
-        for kernel, launch in zip(saved["kernels"][large], saved["launch"][large], strict=True):
-            most[int(kernel)] = max(most.get(int(kernel), 0), int(launch[6]))
-    for kernel, size in most.items():
-        handle = int(functions["handle"][kernel])
-        if handle:
-            driver("cuFuncSetAttribute", handle, _MAX_DYNAMIC, size)
+def compiled() -> Any:
+    """build.c, by the compiler that setuptools takes."""
+    compiler = os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc"
+    ctypes.CDLL("libcuda.so.1", ctypes.RTLD_GLOBAL)
+    with tempfile.TemporaryDirectory() as folder:
+        files = "-o", f"{folder}/build.so", str(Path(__file__).with_name("build.c"))
+        subprocess.run([*compiler.split(), "-O2", "-shared", "-fPIC", *files], check=True)
+        return ctypes.CDLL(files[1]).make
+
+
+class Builder:
+    """Builds graphs by build.c, from any thread. `bases` are the addresses of the memories."""
+
+    def __init__(self, code: Any, kernels: Any, handles: Sequence[int], bases: Any) -> None:
+        self._code = code
+        counts = [len(each["layout"]) for each in kernels]
+        first = np.cumsum([0, *counts])[:-1]
+        fields = [("handle", "u8"), ("first", "u4"), ("count", "u4")]
+        functions = np.array([*zip(handles, first, counts, strict=True)], fields)
+        offsets = np.array([at for each in kernels for at, _ in each["layout"]], np.uint32)
+        self._tables = functions, offsets, np.array(bases, np.uint64)
+        self._context = _P()
+        call("cuCtxGetCurrent", ctypes.byref(self._context))
+        for handle, kernel in zip(handles, kernels, strict=True):
+            if handle and kernel["shared"] > 48 << 10:
+                # The most dynamic shared memory: more must be allowed.
+                call("cuFuncSetAttribute", handle, 8, kernel["shared"])
+
+    def is_complete(self, saved: Arrays) -> bool:
+        """Whether all kernels and memories of a graph are here."""
+        functions, _, bases = self._tables
+        used = saved["nodes"]["kernel"][saved["nodes"]["kind"] == nodes.KERNEL]
+        return bool(functions["handle"][used].all() and bases[saved["pointers"]["memory"]].all())
+
+    def build(self, saved: Arrays) -> tuple[int, float, float]:
+        """The executable; seconds of its nodes and edges, and of its instantiation."""
+        parts = [saved[part].ctypes.data for part in PARTS]
+        counts = [len(saved[part]) for part in PARTS if part != "blob"]
+        tables = [each.ctypes.data for each in self._tables]
+        graph = np.array([*parts, *counts, *tables, self._context.value], np.uint64)
+        made, executable, began = _P(), _P(), time.perf_counter()
+        check("building a graph", self._code(graph.ctypes, ctypes.byref(made)))
+        linked = time.perf_counter()
+        call("cuGraphInstantiateWithFlags", ctypes.byref(executable), made, 0)
+        call("cuGraphDestroy", made)
+        return executable.value or 0, linked - began, time.perf_counter() - linked

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import bisect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,16 +14,14 @@ from torch.utils._pytree import tree_map
 from graphrt.cuda.blocks import workspace_sizes
 from graphrt.cuda.driver.api import captured_nodes
 
-Range = tuple[int, int, str]
-"""Start, end and name of a memory."""
 
-
-def ranges(named: Mapping[str, Tensor], pool: tuple[int, int], stream: int) -> list[Range]:
-    """Named tensors, the pool's segments for small and for large blocks, and cuBLAS's workspace.
+def ranges(named: Mapping[str, Tensor], pool: Any, stream: int) -> list[tuple[int, int, str]]:
+    """Start, end and name of named tensors, of the pool's segments for small and for large blocks,
+    and of cuBLAS's workspace.
 
     With expandable segments a pool has one range of addresses of each kind.
     """
-    found: dict[int, Range] = {}
+    found: dict[int, tuple[int, int, str]] = {}
     for name, tensor in named.items():
         start, size = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
         found.setdefault(start, (start, start + size, name))
@@ -47,30 +44,14 @@ def ranges(named: Mapping[str, Tensor], pool: tuple[int, int], stream: int) -> l
     return sorted(found.values())
 
 
-def places(known: list[Range]) -> Callable[[int], tuple[int, int] | None]:
-    """Word -> the number of the memory that it points into, and the offset."""
-    starts = [start for start, *_ in known]
-
-    def place(word: int) -> tuple[int, int] | None:
-        index = bisect.bisect_right(starts, word) - 1
-        if index < 0 or word >= known[index][1]:
-            return None
-        return index, word - starts[index]
-
-    return place
-
-
 def map_pool(pool: Any, sizes: Mapping[str, int]) -> None:
     """Have the allocator map so many bytes of a pool's ranges, which then stay mapped."""
+    small = 512 << 10
     with torch.cuda.use_mem_pool(pool):
-        large = torch.empty(
-            max(sizes.get("pool large", 0), 2 << 20), dtype=torch.uint8, device="cuda"
-        )
-        small = [
-            torch.empty(512 << 10, dtype=torch.uint8, device="cuda")
-            for _ in range(-(-sizes.get("pool small", 0) // (512 << 10)))
-        ]
-        del large, small
+        blocks = [max(sizes.get("pool large", 0), 2 << 20)]
+        blocks += [small] * -(-sizes.get("pool small", 0) // small)
+        # All at once; they are freed again before the context ends.
+        tuple(torch.empty(size, dtype=torch.uint8, device="cuda") for size in blocks)
 
 
 class Operators(TorchDispatchMode):
@@ -79,7 +60,12 @@ class Operators(TorchDispatchMode):
     def __init__(self, stream: int) -> None:
         super().__init__()
         self._stream = stream
-        self.calls: list[tuple[int, int, dict[str, Any]]] = []
+        self.calls: list[tuple[slice, dict[str, Any]]] = []
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code stays compiled under this mode, which sees the operators that it calls."""
+        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = captured_nodes(self._stream) or 0
@@ -87,48 +73,37 @@ class Operators(TorchDispatchMode):
         after = captured_nodes(self._stream) or 0
         if after > before:
             call = {"name": str(func), "args": _plain(args), "kwargs": _plain(kwargs or {})}
-            self.calls.append((before, after, call))
+            self.calls.append((slice(before, after), call))
         return result
-
-    def of_nodes(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        for before, after, call in self.calls:
-            for node in range(before, after):
-                yield node, call
 
 
 def _plain(value: Any) -> Any:
+    """Arguments as JSON has them; dtypes and their like by their names: "torch.bfloat16"."""
+
     def leaf(each: Any) -> Any:
         if isinstance(each, Tensor):
-            dtype = str(each.dtype).removeprefix("torch.")
-            return {"tensor": [list(each.shape), list(each.stride()), dtype]}
-        if isinstance(each, torch.dtype):
-            return {"dtype": str(each).removeprefix("torch.")}
-        return each if isinstance(each, bool | int | float | str | None) else {"other": str(each)}
+            return {"tensor": [list(each.shape), list(each.stride()), str(each.dtype)]}
+        return each if isinstance(each, bool | int | float | None) else str(each)
 
     return tree_map(leaf, value)
 
 
-def prepared(operator: Mapping[str, Any]) -> Callable[[], Any]:
-    """The call of a noted operator, on memory of any values. Raises `ValueError` if that cannot be
-    done."""
+def prepared(operator: Mapping[str, Any], new: Callable[..., Tensor]) -> Callable[[], Any]:
+    """The call of a noted operator, on tensors of `new`."""
 
     def made(value: Any) -> Any:
+        if isinstance(value, str) and value.startswith("torch."):
+            return getattr(torch, value.removeprefix("torch."))
         if isinstance(value, list):
             return [made(each) for each in value]
-        if isinstance(value, dict):
-            if "tensor" in value:
-                shape, stride, dtype = value["tensor"]
-                options: Any = {"dtype": getattr(torch, dtype), "device": "cuda"}
-                return torch.empty_strided(shape, stride, **options)
-            if "dtype" in value:
-                return getattr(torch, value["dtype"])
-            if "other" in value:
-                raise ValueError(value["other"])
+        if not isinstance(value, dict):
+            return value
+        if "tensor" not in value:
             return {key: made(each) for key, each in value.items()}
-        return value
+        shape, strides, dtype = value["tensor"]
+        size = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+        return new(max(size, 0), dtype=made(dtype), device="cuda").as_strided(shape, strides)
 
     package, name, overload = str(operator["name"]).split(".")
-    if package not in ("aten", "prims"):
-        raise ValueError(operator["name"])
     function = getattr(getattr(getattr(torch.ops, package), name), overload)
     return partial(function, *made(operator["args"]), **made(operator["kwargs"]))
