@@ -157,14 +157,19 @@ def capture_sizes(
     goes. It has none where not one request fits under M.
     """
     lengths, scheduled = lengths_of(query_lens), isinstance(query_lens, Mapping)
+    given = max_num_tokens
     max_num_reqs, max_num_tokens = _largest_batch(max_num_reqs, max_num_tokens, sizes, query_lens)
     longest = max(lengths)
     if longest > max_num_tokens:
+        widest = max_num_reqs * longest
+        at_fault, advice = f"max_num_tokens={given}", f"max_num_tokens={widest}"
+        if given is None:  # it follows from sizes: a larger max_num_tokens would give no graph
+            at_fault, advice = f"sizes={shown(sizes)}", f"sizes=[..., {widest}]"
         raise InvalidOptionError(
             "not one decode request fits into the largest batch",
-            got=f"query length {longest}, max_num_tokens={max_num_tokens}",
-            expected="query_lens of at most max_num_tokens",
-            advice=f"max_num_tokens={max(max_num_reqs * longest, max_num_tokens)}",
+            got=f"query length {longest}, {at_fault}",
+            expected=f"room for {longest} tokens",
+            advice=advice,
         )
     reqs = _decode_reqs(query_lens, max_num_reqs, max_num_tokens)
     widest = max(spans[-1][1] * q for q, spans in reqs.items() if spans)
