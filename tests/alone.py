@@ -1,4 +1,4 @@
-"""Tests of figures that other processes change, as the free memory of a device."""
+"""Tests of figures that other processes change: the free memory of a device, and times."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ IS_ALONE = "PYTEST_XDIST_WORKER" not in os.environ
 """Whether no other pytest of this run uses the device."""
 
 
-def skip_beside_others() -> None:
-    """Skip this test if other processes use the device meanwhile."""
+def skip_beside_others(figure: str = "the device's free memory") -> None:
+    """Skip this test of a figure if other processes use the device meanwhile."""
     if not IS_ALONE:
-        pytest.skip(
-            "measures the device's free memory, which other tests use meanwhile: without -n"
-        )
+        pytest.skip(f"measures {figure}, which other tests change meanwhile: without -n")
