@@ -36,7 +36,7 @@ from graphrt.core.base.option_values import check_kind, count_of
 from graphrt.core.base.texts import aligned, counted
 from graphrt.core.batch.descriptor import Batch, checked_batch
 from graphrt.core.capture.options import NO_LIMIT
-from graphrt.core.dispatch.reasons import Dispatch
+from graphrt.core.dispatch.reasons import Dispatch, Reason
 from graphrt.core.inputs.buffers import StaticInputs, batch_of
 from graphrt.core.replay.pool import GraphPool
 from graphrt.core.replay.recording import refuse_inside_capture
@@ -113,8 +113,10 @@ def layers(
     if batch is None:
         batch = batch_of(runner.inputs, values)
     dispatch = runner.dispatcher.peek(checked_batch(batch))
+    is_early = dispatch.reason is Reason.NOT_CAPTURED
+    served = "capture() first" if is_early else "a batch that a graph serves"
     for is_refused, got, advice in (
-        (dispatch.slot < 0, f"{batch}: {dispatch.reason.value}", "a batch that a graph serves"),
+        (dispatch.slot < 0, f"{batch}: {dispatch.reason.value}", served),
         (setup.host.ranks is not None, "Host(ranks=)", "a runner of one rank, without ranks="),
         (bool(setup.compiled), "compiled modules", "the model itself, or torch's profiler"),
     ):

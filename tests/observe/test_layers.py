@@ -100,6 +100,8 @@ def test_the_page_has_a_table_of_the_layers():
 
 def test_batches_without_a_graph_and_ranks_are_refused():
     runner = runner_of(Model())
+    with pytest.raises(InvalidOptionError, match=r"capture\(\) first"):
+        layers(runner, Batch(4))
     runner.capture()
     with pytest.raises(InvalidOptionError, match="a batch that a graph serves"):
         layers(runner, Batch(8))

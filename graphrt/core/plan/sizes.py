@@ -116,12 +116,13 @@ def check_query_lens(query_lens: QueryLens) -> Any:
     """`query_lens`, each once and ascending; raises `InvalidOptionError` for what none can be."""
     if isinstance(query_lens, Mapping) and query_lens:
         pairs = [(positive("a number of requests", n), each) for n, each in query_lens.items()]
-        return {most: _lengths(each) for most, each in sorted(pairs, key=lambda pair: pair[0])}
-    return _lengths(query_lens)
+        spans = sorted(pairs, key=lambda pair: pair[0])
+        return {most: _lengths(each, f"query_lens[{most}]", "[7]") for most, each in spans}
+    return _lengths(query_lens, "query_lens", "(1,)")
 
 
-def _lengths(query_lens: Iterable[int]) -> tuple[int, ...]:
-    listed = items_of("query_lens", query_lens, "(1,)", empty="query_lens=(1,)")
+def _lengths(query_lens: Iterable[int], name: str, example: str) -> tuple[int, ...]:
+    listed = items_of(name, query_lens, example, empty=f"{name}={example}")
     return tuple(sorted({positive("a query length", each) for each in listed}))
 
 
