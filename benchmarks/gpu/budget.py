@@ -10,18 +10,19 @@ Four parts for each model and mode, with random weights:
 - report: the same, predicted by the report of "whole" and never captured; against "shorter".
 
 A prediction is right within 10 %, or 8 MiB below 80 MiB (`allowed_bytes`). "each" has mode, tokens,
-pool and driver bytes of each graph in the order of captures. A model's parts run in one process: a
-kernel that is loaded for the first counts there. It runs on the CPU too:
-`--device cpu --small`.
+pool and driver bytes of each graph in the order of captures, and "nodes" how many the largest has.
+Each part has a process of its own: a driver keeps chunks of graphs that were destroyed before. It
+runs on the CPU too: `--device cpu --small`. With `--limit_s` no part begins later.
 """
 
 from __future__ import annotations
 
-import argparse
+import itertools
 import json
-import subprocess
+import multiprocessing
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import torch
@@ -33,6 +34,8 @@ from benchmarks.llama import CONFIGS, Llama
 from graphrt import Budget, GraphRunner, InputSpec, eager_break
 from graphrt.cli.budget import costs_of_report
 from graphrt.core.plan.budget import total_of
+from graphrt.core.replay.entry import graphs_of
+from graphrt.cuda.driver.nodes import nodes_of
 
 MIB = 1 << 20
 SIZES = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
@@ -160,6 +163,7 @@ def captured(runner: GraphRunner, device: str) -> dict[str, Any]:
     taken = now()
     return {
         "graphs": len(report.graphs),
+        "nodes": _nodes(runner, device),
         "left_out": len(runner.plan.left_out),
         "taken_back": len(runner.graphs.budget.took) - len(report.graphs),
         "capture_s": round(seconds, 3),
@@ -181,6 +185,16 @@ def captured(runner: GraphRunner, device: str) -> dict[str, Any]:
     }
 
 
+def _nodes(runner: GraphRunner, device: str) -> int:
+    """The nodes of the largest graph."""
+    entries = runner.graphs.entries()
+    largest = max(entries, key=lambda entry: entry.descriptor.num_tokens)
+    graphs: list[Any] = graphs_of(largest.parts)
+    if device == "cpu":
+        return sum(graph.kernels for graph in graphs)
+    return sum(len(nodes_of(graph.raw_cuda_graph())) for graph in graphs)
+
+
 def _free(device: str) -> int:
     return torch.cuda.mem_get_info()[0] if device == "cuda" else 0
 
@@ -190,34 +204,40 @@ def _judged(predicted: int, taken: int) -> dict[str, Any]:
     return {"allowed_bytes": allowed, "is_within": abs(predicted - taken) <= allowed}
 
 
-def measure(name: str, modes: list[str], device: str, small: bool) -> dict[str, Any]:
-    """All parts of one model, by mode and part."""
+def part_of(
+    name: str, mode: str, device: str, small: bool, most_bytes: int, whole: dict[str, Any] | None
+) -> tuple[dict[str, Any], dict[str, Any], int]:
+    """A capture under a budget: its row, its report, and the bytes that the report of the `whole`
+    run predicts. With that report the largest size is left out."""
     model, sizes, tokens = model_of(name, device, small)
-    results: dict[str, Any] = {}
-    for mode in modes:
-        big = Budget(device_bytes=1 << 40)
-        with runner_of(model, mode, sizes, tokens, big, device) as runner:
-            whole = captured(runner, device)
-            report = runner.report()
-        bytes_of = whole["pool_bytes"] + whole["executable_bytes"] // 2
-        tight_budget = Budget(device_bytes=bytes_of + 4 * MIB)
-        with runner_of(model, mode, sizes, tokens, tight_budget, device) as runner:
-            tight = captured(runner, device)
-        tight["budget_bytes"] = tight_budget.device_bytes
-        tight["is_never_above"] = tight["most_bytes"] <= bytes_of + 4 * MIB
-        with runner_of(model, mode, sizes[:-1], tokens, big, device) as runner:
-            shorter = captured(runner, device)
-            keys = runner.graphs.setup.plan.keys
-        costs = costs_of_report(report, keys)
-        predicted = int(total_of(costs.values()).amount("device_bytes"))
-        by_report = {
-            "predicted_bytes": predicted,
-            "taken_bytes": shorter["taken_bytes"],
-            **_judged(predicted, shorter["taken_bytes"]),
-        }
-        parts = {"whole": whole, "tight": tight, "shorter": shorter, "report": by_report}
-        results |= {f"{name} {mode} {part}": row for part, row in parts.items()}
-    return results
+    sizes, budget = sizes if whole is None else sizes[:-1], Budget(device_bytes=most_bytes)
+    with runner_of(model, mode, sizes, tokens, budget, device) as runner:
+        row, report = captured(runner, device), runner.report().to_dict()
+        costs = costs_of_report(whole or report, runner.graphs.setup.plan.keys)
+    return row, report, int(total_of(costs.values()).amount("device_bytes"))
+
+
+def parts_of(name: str, mode: str, device: str, small: bool) -> dict[str, Any]:
+    """All parts of one model and mode, each in a process of its own: the fork of one that has
+    imported torch, and not used the device."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "graphrt", "graphrt.cuda", "benchmarks.llama"])
+
+    def part(most_bytes: int, whole: dict[str, Any] | None = None) -> Any:
+        with ProcessPoolExecutor(1, context) as process:
+            given = name, mode, device, small, most_bytes, whole
+            return process.submit(part_of, *given).result()
+
+    whole, report, _ = part(1 << 40)
+    budget_bytes = whole["pool_bytes"] + whole["executable_bytes"] // 2 + 4 * MIB
+    shorter, _, predicted = part(1 << 40, report)
+    tight, _, _ = part(budget_bytes)
+    tight["budget_bytes"] = budget_bytes
+    tight["is_never_above"] = tight["most_bytes"] <= budget_bytes
+    by_report = {"predicted_bytes": predicted, "taken_bytes": shorter["taken_bytes"]}
+    by_report |= _judged(predicted, shorter["taken_bytes"])
+    parts = {"whole": whole, "tight": tight, "shorter": shorter, "report": by_report}
+    return {f"{name} {mode} {part}": row for part, row in parts.items()}
 
 
 def main() -> int:
@@ -225,25 +245,23 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=["1b", "moe", "encoder"])
     parser.add_argument("--modes", nargs="+", default=["FULL", "PIECEWISE"])
     parser.add_argument("--small", action="store_true", help="small models and few sizes")
-    parser.add_argument("--alone", help=argparse.SUPPRESS)
+    parser.add_argument("--limit_s", type=float, default=600.0)
     args = parser.parse_args()
-    if args.alone:
-        print(json.dumps(measure(args.alone, args.modes, args.device, args.small)))
-        return 0
     results: dict[str, Any] = {}
-    for name in args.only:
-        command = [sys.executable, "-m", "benchmarks.gpu.budget", "--device", args.device]
-        command += ["--modes", *args.modes, "--alone", name, *(["--small"] if args.small else [])]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-        if done.returncode:  # the others are measured all the same
-            results[f"{name} failed"] = {"exit": done.returncode, "is_within": False}
+    began = time.perf_counter()
+    for name, mode in itertools.product(args.only, args.modes):
+        if time.perf_counter() - began > args.limit_s:
+            results[f"{name} {mode} not begun"] = {"is_within": False}
             continue
-        rows: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        try:
+            rows = parts_of(name, mode, args.device, args.small)
+        except Exception as error:  # the others are measured all the same
+            rows = {f"{name} {mode} failed": {"error": repr(error)[:500], "is_within": False}}
         results |= rows
         for title, row in rows.items():
             kept = {key: row[key] for key in row if key not in ("each", "predictions")}
             print(f"{title}: {json.dumps(kept)}", flush=True)
-        # After each model: one that hangs loses its own figures alone.
+        # After each: one that hangs loses its own figures alone.
         finish("budget", args, environment(args.device), results)
     good = ("is_within", "is_never_above")
     failed = [title for title, row in results.items() if not all(row.get(k, True) for k in good)]

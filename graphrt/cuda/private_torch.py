@@ -73,6 +73,13 @@ demangle: Callable[[str], str] | None = NAMES.take(
     without="kernels of graphs are not found by their names in a profiler's trace",
 )
 
+spin: Callable[[int], None] | None = NAMES.take(
+    "torch._C._cuda_sleep",
+    without="the time of a replay's first layer has the launch of its graph in it",
+    build="cuda",
+)
+"""A kernel of so many cycles, which occupies a stream."""
+
 Wait = Callable[..., None]
 
 

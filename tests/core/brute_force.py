@@ -64,8 +64,9 @@ def normalised(batch: Batch) -> tuple[int | None, int | None]:
     return reqs, None
 
 
-def compatible(graph: BatchDescriptor, batch: Batch) -> bool:
+def compatible(graph: BatchDescriptor, batch: Batch, max_num_reqs: int | None = None) -> bool:
     reqs, query_len = normalised(batch)
+    most = graph.num_reqs or max_num_reqs
     capacity = graph.num_active_loras or (math.inf if graph.has_lora else 0)
     bounds_fit = all(
         place < len(batch.bounds) and batch.bounds[place] <= bound
@@ -73,7 +74,7 @@ def compatible(graph: BatchDescriptor, batch: Batch) -> bool:
     )
     return (
         graph.num_tokens >= batch.num_tokens
-        and (graph.num_reqs is None or reqs is None or graph.num_reqs >= reqs)
+        and (most is None or reqs is None or most >= reqs)
         and (not graph.uniform or graph.query_len == query_len)
         and capacity >= batch.num_active_loras
         and graph.variant == batch.variant
@@ -100,6 +101,7 @@ class Limits(NamedTuple):
     exclude: frozenset[GraphMode] = frozenset()
     agreed: BatchDescriptor | Dispatch | None = None
     max_padding: float | None = None
+    max_num_reqs: int | None = None
 
 
 def is_agreed(key: Key, agreed: BatchDescriptor | Dispatch) -> bool:
@@ -116,7 +118,7 @@ def able(keys: Collection[Key], batch: Batch, limits: Limits) -> list[Key]:
     return [
         (mode, graph)
         for mode, graph in keys
-        if compatible(graph, batch)
+        if compatible(graph, batch, limits.max_num_reqs)
         and mode not in limits.exclude | batch.exclude
         and (limits.agreed is None or is_agreed((mode, graph), limits.agreed))
         and graph.num_tokens <= most
@@ -139,7 +141,7 @@ def reason_of(
     any_padding = limits._replace(max_padding=None)
     if able(published, batch, any_padding):
         return Reason.PADDING
-    any_mode = Limits()
+    any_mode = Limits(max_num_reqs=limits.max_num_reqs)
     excluded = limits.exclude | batch.exclude
     whole = batch._replace(exclude=frozenset())
     if any(mode in excluded for mode, _ in able(published, whole, any_mode)):

@@ -38,12 +38,14 @@ FULL, PIECEWISE, NONE = GraphMode.FULL, GraphMode.PIECEWISE, GraphMode.NONE
     st.sets(KEYS, max_size=4),
     st.lists(st.tuples(batches(), LIMITS), min_size=1, max_size=8),
     st.sampled_from([None, None, 1.0, 1.5, 2.0]),
+    st.none() | st.integers(1, 12),
     st.randoms(use_true_random=False),
 )
 def test_dispatch_finds_the_graph_and_reason_that_brute_force_finds(
-    keys, reserved, cases, max_padding, drawn
+    keys, reserved, cases, max_padding, max_num_reqs, drawn
 ):
-    dispatcher = GraphDispatcher("FULL_AND_PIECEWISE", max_padding=max_padding)
+    options = {"max_padding": max_padding, "max_num_reqs": max_num_reqs}
+    dispatcher = GraphDispatcher("FULL_AND_PIECEWISE", **options)
     for key in keys:
         dispatcher.publish(*key)
     for key in reserved:
@@ -53,11 +55,11 @@ def test_dispatch_finds_the_graph_and_reason_that_brute_force_finds(
     # Twice, because answers are remembered.
     for batch, limits in 2 * cases:
         for case, given_limits in (
-            (batch._replace(exclude=frozenset()), Limits()),
+            (batch._replace(exclude=frozenset()), Limits(max_num_reqs=max_num_reqs)),
             (batch, limits),
         ):
             case = case._replace(exclude=case.exclude | given_limits.exclude)
-            given_limits = given_limits._replace(exclude=frozenset(), max_padding=max_padding)
+            given_limits = given_limits._replace(exclude=frozenset(), **options)
             dispatch = dispatcher.peek(case, agreed=given_limits.agreed)
             assert dispatcher.dispatch(case, agreed=given_limits.agreed) == dispatch
             assert dispatch.reason is reason_of(keys, planned, case, given_limits)

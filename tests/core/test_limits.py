@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import os
 import random
 import weakref
 from collections.abc import Callable
@@ -40,6 +39,7 @@ from graphrt.errors import (
     InvalidOptionError,
     ResourceExhaustedError,
 )
+from tests import alone
 from tests.draws import MORE
 
 FULL, PIECEWISE = GraphMode.FULL, GraphMode.PIECEWISE
@@ -117,10 +117,7 @@ def device_free(device: str) -> int:
     """Free memory of the device by its driver, without what torch's allocator keeps unused."""
     if device == "cpu":
         return 0
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        pytest.skip(
-            "measures the device's free memory, which other tests use meanwhile: without -n"
-        )
+    alone.skip_beside_others()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info()[0]

@@ -36,6 +36,7 @@ from graphrt.errors import (
     ResourceExhaustedError,
 )
 from graphrt.observe import MemoryWatch
+from tests import alone
 from tests.draws import MORE
 
 MIB = 1 << 20
@@ -344,6 +345,7 @@ def test_simulated_captures_stay_within_the_bytes_whatever_graphs_take(data: st.
 @pytest.mark.cuda
 @pytest.mark.parametrize("mode", ["FULL", "FULL_AND_PIECEWISE"])
 def test_bytes_on_a_gpu_are_never_exceeded(mode: str) -> None:
+    alone.skip_beside_others()
     whole = runner_of(Budget(device_bytes=1 << 40), "cuda", mode)
     whole.capture()
     report = whole.report()

@@ -86,6 +86,37 @@ def test_a_batch_larger_than_all_buffers_runs_eagerly_on_its_own_tensors(count, 
     assert captured.report().reasons[reason] == 1
 
 
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "FULL_AND_PIECEWISE"])
+def test_a_batch_of_more_requests_than_any_graph_runs_eagerly_in_each_mode(mode, lazy):
+    """Before, a graph for any number of requests was chosen, and the step raised."""
+    block_tables = {"table": InputSpec(torch.int64, ("reqs", 2), pad=0)}
+    captured = runner(
+        lambda x, table: x + table.sum(),
+        inputs=INPUTS | block_tables,
+        mode=mode,
+        max_num_reqs=2,
+        options=GraphOptions(lazy=lazy),
+    )
+    captured.capture()
+    for batch, reqs, hits in (
+        (Batch(4, 3), 3, False),
+        (Batch(3, 3, 1), 3, False),
+        (Batch(4, query_len=1), 4, False),
+        (None, 3, False),
+        (Batch(4, 2), 2, True),
+    ):
+        tokens = 3 if batch is None else batch.num_tokens
+        out = captured(batch, x=rows(tokens), table=torch.ones(reqs, 2, dtype=torch.int64))
+        assert torch.equal(out, rows(tokens, 1.0 + 2 * reqs))
+        wanted = Reason.HIT if hits else Reason.NO_GRAPH
+        assert captured.last_dispatch.reason is wanted
+        assert batch is None or captured.dispatcher.peek(batch).reason is wanted
+    with pytest.raises(InvalidBatchError, match="1 to 2") as caught:
+        captured(Batch(4), x=rows(4), table=torch.ones(3, 2, dtype=torch.int64))
+    assert "Batch(num_tokens, num_reqs)" in caught.value.advice
+
+
 def test_the_report_counts_live_and_padded_tokens_of_replays():
     captured = runner()
     captured.capture()

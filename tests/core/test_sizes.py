@@ -320,6 +320,34 @@ def test_a_schedule_that_ends_before_the_largest_batch_is_refused() -> None:
     assert caught.value.advice == "query_lens={..., 65: [4]}"
 
 
+def test_a_decode_request_larger_than_all_sizes_is_refused_with_the_argument_at_fault() -> None:
+    for limits, advice in (
+        ({"sizes": [1, 2, 4]}, "sizes=[..., 28]"),
+        ({"sizes": [1, 2, 4], "max_num_reqs": 8}, "sizes=[..., 56]"),
+        ({"max_num_reqs": 8, "max_num_tokens": 4}, "max_num_tokens=56"),
+    ):
+        with pytest.raises(InvalidOptionError, match="not one decode request") as caught:
+            Plan("FULL", query_lens=[7], platform="cpu", **limits)
+        assert caught.value.advice == advice
+    assert Plan("FULL_DECODE_ONLY", query_lens=[7], sizes=[1, 2, 4, 28], platform="cpu").keys
+
+
+@pytest.mark.parametrize(
+    ("schedule", "advice"),
+    [
+        ({8: 7, 32: [5]}, "query_lens[8]=[7]"),
+        ({8: [7], 32: []}, "query_lens[32]=[7]"),
+        (7, "query_lens=(1,)"),
+    ],
+)
+def test_query_lengths_that_are_no_list_are_refused_by_their_span(
+    schedule: Any, advice: str
+) -> None:
+    with pytest.raises(InvalidOptionError, match="must be a list") as caught:
+        scheduled(schedule)
+    assert caught.value.advice == advice
+
+
 def test_one_length_in_two_spans_of_a_schedule_has_no_graph_between_them() -> None:
     ladder = scheduled({8: [4], 32: [5], 64: [4]}).sizes.decode[4]
     assert not [size for size in ladder if 8 * 4 < size <= 32 * 4]

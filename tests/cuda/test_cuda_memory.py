@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
 from graphrt import Batch, GraphMode, GraphPool, GraphRunner, InputSpec, eager_break
+from tests import alone
 
 pytestmark = pytest.mark.cuda
 
@@ -28,10 +28,7 @@ def free_memory() -> int:
 
 @pytest.fixture
 def free_bytes() -> Iterator[Callable[[], int]]:
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        pytest.skip(
-            "measures the device's free memory, which other tests use meanwhile: without -n"
-        )
+    alone.skip_beside_others()
     yield free_memory
     # What the allocator keeps for itself is not there for the graphs of other tests.
     free_memory()

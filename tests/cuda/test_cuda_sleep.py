@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -25,6 +24,7 @@ from graphrt import (
 )
 from graphrt.cuda.driver.api import is_mapped
 from graphrt.errors import GraphsDroppedWarning, PoolAsleepError
+from tests import alone
 from tests.cuda.sleeping import SleepingAllocator
 
 pytestmark = pytest.mark.cuda
@@ -109,11 +109,10 @@ def test_graphs_replay_after_sleeps_in_which_their_memory_was_free(allocator, ou
         for _ in range(2):  # the first step of a graph may be a trial
             expected = [runner(x=x).clone() for x in inputs]
         levels = []
-        # What the device has free is moved by other tests of other processes meanwhile.
-        is_alone = "PYTEST_XDIST_WORKER" not in os.environ
         for _ in range(10):
             freed = night(runner, allocator)
-            assert freed >= 0.9 * held or not is_alone
+            # What the device has free is moved by other tests of other processes meanwhile.
+            assert freed >= 0.9 * held or not alone.IS_ALONE
             for x, y in zip(inputs, expected, strict=True):
                 assert torch.equal(runner(x=x), y)
             levels.append((pool.bytes(), torch.cuda.memory_allocated(), allocator.mapped_bytes))

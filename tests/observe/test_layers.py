@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from graphrt import Batch, GraphOptions, GraphRunner, Host, InputSpec, eager_break
 from graphrt.core.base.errors import CaptureError, InvalidOptionError
 from graphrt.observe import layers, page
+from tests import alone
 from tests.observe.test_ranges import Model, forked, runner_of
 
 GRAPH = "FULL [4 tokens 4 reqs]"
@@ -22,7 +24,7 @@ def test_each_layer_and_what_is_between_has_a_time():
     names = [row.name for row in times.rows]
     assert names == ["layers.0", "layers.1", "layers.2", "head", "(after head)"]
     assert all(row.ms > 0 for row in times.rows) and times.graph == GRAPH
-    assert sum(row.ms for row in times.rows) == pytest.approx(times.total_ms, rel=0.3)
+    assert sum(row.ms for row in times.rows) == pytest.approx(times.total_ms)
     assert str(times).splitlines()[2].split() == ["module", "ms", "share"]
     assert json.loads(json.dumps(times.to_dict()))["graph"] == GRAPH
 
@@ -98,6 +100,8 @@ def test_the_page_has_a_table_of_the_layers():
 
 def test_batches_without_a_graph_and_ranks_are_refused():
     runner = runner_of(Model())
+    with pytest.raises(InvalidOptionError, match=r"capture\(\) first"):
+        layers(runner, Batch(4))
     runner.capture()
     with pytest.raises(InvalidOptionError, match="a batch that a graph serves"):
         layers(runner, Batch(8))
@@ -130,21 +134,25 @@ def test_inputs_are_those_of_the_step_else_the_example_else_padding():
 
 @pytest.mark.cuda
 def test_layers_of_a_cuda_graph_take_their_kernels_time():
+    """Of equal layers the first too, while whose kernels run the host launches the others."""
+    alone.skip_beside_others("times")
     torch.manual_seed(0)
-    wide = torch.nn.Sequential(*(torch.nn.Linear(4096, 4096) for _ in range(4))).cuda()
+    with torch.device("cuda"):
+        wide = torch.nn.Sequential(*(torch.nn.TransformerEncoderLayer(1024, 16) for _ in range(16)))
     runner = GraphRunner(
-        wide,
+        wide.bfloat16().eval(),
         mode="FULL",
-        sizes=[512],
-        inputs={"input": InputSpec(torch.float32, ("tokens", 4096))},
-        outputs=("tokens", 4096),
+        sizes=[64],
+        inputs={"input": InputSpec(torch.bfloat16, ("tokens", 1024))},
+        outputs=("tokens", 1024),
         platform="cuda",
     )
     runner.capture()
-    times = layers(runner, Batch(512))
-    linear = [row.ms for row in times.rows if row.name in "0123"]
-    assert len(linear) == 4 and max(linear) < 1.3 * min(linear)
-    assert sum(row.ms for row in times.rows) == pytest.approx(times.total_ms, rel=0.05)
+    times = layers(runner, Batch(64))
+    first, *others = [row.ms for row in times.rows if row.name.isdecimal()]
+    assert len(others) == 15
+    assert first == pytest.approx(statistics.median(others), rel=0.1, abs=0.003)
+    assert sum(row.ms for row in times.rows) == pytest.approx(times.total_ms)
 
 
 @pytest.mark.cuda

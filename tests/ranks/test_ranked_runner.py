@@ -70,6 +70,29 @@ def test_a_ranked_runner_votes_before_each_step_and_when_idle(agreement: Agreeme
     assert runner.report().reasons[Reason.HIT] == 2
 
 
+def test_a_batch_of_more_requests_than_any_graph_has_a_vote_for_none(agreement: Agreement) -> None:
+    """Before, this rank alone raised, and the others replayed."""
+    inputs = {
+        "x": InputSpec(torch.float32, ("tokens", WIDTH)),
+        "factor": InputSpec(torch.float32, ("reqs", 1)),
+    }
+    runner = GraphRunner(
+        lambda x, factor: x * factor.sum(),
+        mode="PIECEWISE",
+        sizes=[1, 2, 4],
+        max_num_reqs=2,
+        inputs=inputs,
+        host=Host(ranks=agreement),
+        platform="cpu",
+    )
+    runner.capture()
+    for reqs, reason in ((3, Reason.RANKS_DISAGREE), (2, Reason.HIT)):
+        x = torch.randn(4, WIDTH)
+        out = runner(Batch(4, reqs), x=x, factor=torch.ones(reqs, 1))
+        assert torch.equal(out, x * float(reqs))
+        assert runner.last_dispatch is not None and runner.last_dispatch.reason is reason
+
+
 def test_two_runners_that_share_an_agreement_both_replay(agreement: Agreement) -> None:
     target, draft = runner_of(agreement), runner_of(agreement)
     target.capture()

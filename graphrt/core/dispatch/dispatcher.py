@@ -9,7 +9,7 @@ from operator import itemgetter
 from typing import Any
 
 from graphrt.core.base.errors import InvalidBatchError, InvalidModeError, Uncopied
-from graphrt.core.base.option_values import items_of, padding_ratio, refused
+from graphrt.core.base.option_values import count_of, items_of, padding_ratio, refused
 from graphrt.core.batch.context import ForwardContext
 from graphrt.core.batch.descriptor import (
     NO_MODES,
@@ -81,8 +81,15 @@ class GraphDispatcher(Uncopied):
     a `publish` or `withdraw` has returned knows of it.
     """
 
-    def __init__(self, mode: GraphMode | str, *, max_padding: float | None = None) -> None:
+    def __init__(
+        self,
+        mode: GraphMode | str,
+        *,
+        max_padding: float | None = None,
+        max_num_reqs: int | None = None,
+    ) -> None:
         """`max_padding` (>= 1) is the largest allowed ratio of a graph's tokens to the batch's.
+        `max_num_reqs` is the most requests of a batch in graphs that serve any number of them.
 
         With `GRAPHRT_MODE=NONE` in the environment no graph serves a batch. Raises
         `InvalidModeError` and `InvalidOptionError`.
@@ -110,6 +117,9 @@ class GraphDispatcher(Uncopied):
         self._max_padding = _INF
         if max_padding is not None:
             self._max_padding = padding_ratio("max_padding", max_padding)
+        self._max_num_reqs = max_num_reqs
+        if max_num_reqs is not None:
+            self._max_num_reqs = count_of("max_num_reqs", max_num_reqs, least=1)
         # Replaced whenever the answer to a batch may change, under the lock and before the change:
         # after an interrupt between the two no batch gets an old answer.
         self.version = _Version()
@@ -364,8 +374,8 @@ class GraphDispatcher(Uncopied):
             published = [graph for graph in graphs if graph.slot in self._published]
             planned = [graph for graph in graphs if graph.slot not in self._published]
             choice = (
-                Ladders(published) if published else _NO_GRAPHS,
-                Ladders(planned) if planned else _NO_GRAPHS,
+                Ladders(published, self._max_num_reqs) if published else _NO_GRAPHS,
+                Ladders(planned, self._max_num_reqs) if planned else _NO_GRAPHS,
                 padding,
             )
             # Of a descriptor without a graph here nothing is kept: ranks may name any number.

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Hashable
 from operator import le
 
-from graphrt.core.batch.descriptor import Batch
+from graphrt.core.batch.descriptor import Batch, room_for_reqs
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.dispatch.reasons import Dispatch
 
@@ -44,7 +44,7 @@ class Ladders:
 
     __slots__ = ("_ladders", "_ranked")
 
-    def __init__(self, graphs: Collection[Dispatch]) -> None:
+    def __init__(self, graphs: Collection[Dispatch], max_num_reqs: int | None = None) -> None:
         # All graphs, the best first: a graph's place here is its rank.
         self._ranked = sorted(graphs, key=preference)
         # (variant, query length) -> the ladders of this length, then those for any length.
@@ -60,7 +60,8 @@ class Ladders:
                 self._ladders.setdefault(key, []).append(ladder)
             _, _, _, sizes, reqs, ranks = ladder
             sizes.append(descriptor.num_tokens)
-            reqs.append(_INF if descriptor.num_reqs is None else descriptor.num_reqs)
+            most = descriptor.num_reqs or max_num_reqs
+            reqs.append(room_for_reqs(descriptor, most) if most else _INF)
             ranks.append(rank)
         for (variant, query_len), ladders in self._ladders.items():
             if query_len is not None:

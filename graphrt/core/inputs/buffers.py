@@ -279,9 +279,8 @@ def reqs_of(inputs: StaticInputs, batch: Batch, values: Mapping[str, Any] | None
 
 
 def wrong_requests(reqs: int, most: int) -> GraphRTError:
-    """The error for a batch of no requests, or of more than the `most` rows of its graph."""
-    advice = f"max_num_reqs={reqs}, if each of the requests has a token"
-    if reqs < 1:
-        advice = "Batch(num_tokens, num_reqs) with the live requests of the step"
-    what = "the batch has more requests than the runner has rows for, or none"
+    """The error for a batch of no requests, or of more than the `most` rows of the graph that was
+    chosen without them."""
+    what = "the batch has more requests than its graph has rows for, or none"
+    advice = "Batch(num_tokens, num_reqs) with the live requests of the step"
     return refused(what, reqs, f"1 to {most}", advice, InvalidBatchError)

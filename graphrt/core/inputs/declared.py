@@ -51,7 +51,8 @@ class DeclaredInputs:
                 "the step's inputs are not the declared ones",
                 got=f"missing {missing}, unknown {unknown}",
                 expected=sorted(self.specs),
-                advice="pass each declared input by its name, and nothing else",
+                advice="pass each declared input by its name, and nothing else; one that steps may "
+                "lack is declared with optional=True and its pad",
             )
 
     def check(

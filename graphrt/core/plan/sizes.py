@@ -116,12 +116,13 @@ def check_query_lens(query_lens: QueryLens) -> Any:
     """`query_lens`, each once and ascending; raises `InvalidOptionError` for what none can be."""
     if isinstance(query_lens, Mapping) and query_lens:
         pairs = [(positive("a number of requests", n), each) for n, each in query_lens.items()]
-        return {most: _lengths(each) for most, each in sorted(pairs, key=lambda pair: pair[0])}
-    return _lengths(query_lens)
+        spans = sorted(pairs, key=lambda pair: pair[0])
+        return {most: _lengths(each, f"query_lens[{most}]", "[7]") for most, each in spans}
+    return _lengths(query_lens, "query_lens", "(1,)")
 
 
-def _lengths(query_lens: Iterable[int]) -> tuple[int, ...]:
-    listed = items_of("query_lens", query_lens, "(1,)", empty="query_lens=(1,)")
+def _lengths(query_lens: Iterable[int], name: str, example: str) -> tuple[int, ...]:
+    listed = items_of(name, query_lens, example, empty=f"{name}={example}")
     return tuple(sorted({positive("a query length", each) for each in listed}))
 
 
@@ -157,14 +158,19 @@ def capture_sizes(
     goes. It has none where not one request fits under M.
     """
     lengths, scheduled = lengths_of(query_lens), isinstance(query_lens, Mapping)
+    given = max_num_tokens
     max_num_reqs, max_num_tokens = _largest_batch(max_num_reqs, max_num_tokens, sizes, query_lens)
     longest = max(lengths)
     if longest > max_num_tokens:
+        widest = max_num_reqs * longest
+        at_fault, advice = f"max_num_tokens={given}", f"max_num_tokens={widest}"
+        if given is None:  # it follows from sizes: a larger max_num_tokens would give no graph
+            at_fault, advice = f"sizes={shown(sizes)}", f"sizes=[..., {widest}]"
         raise InvalidOptionError(
             "not one decode request fits into the largest batch",
-            got=f"query length {longest}, max_num_tokens={max_num_tokens}",
-            expected="query_lens of at most max_num_tokens",
-            advice=f"max_num_tokens={max(max_num_reqs * longest, max_num_tokens)}",
+            got=f"query length {longest}, {at_fault}",
+            expected=f"room for {longest} tokens",
+            advice=advice,
         )
     reqs = _decode_reqs(query_lens, max_num_reqs, max_num_tokens)
     widest = max(spans[-1][1] * q for q, spans in reqs.items() if spans)

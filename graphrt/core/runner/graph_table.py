@@ -186,7 +186,11 @@ class GraphTable:
     """
 
     def __init__(self, setup: RunnerSetup, checks: StepChecks) -> None:
-        self.dispatcher = GraphDispatcher(setup.plan.mode, max_padding=setup.options.max_padding)
+        self.dispatcher = GraphDispatcher(
+            setup.plan.mode,
+            max_padding=setup.options.max_padding,
+            max_num_reqs=setup.inputs.reqs,
+        )
         for key in setup.plan.keys:
             self.dispatcher.reserve(*key)
         # Of `max_graphs` and `graph_bytes`.
