@@ -24,6 +24,7 @@ from graphrt.core.device.pool_memory import (
 )
 from graphrt.cuda._workspaces import Workspaces, is_hosts, streams_with_workspaces
 from graphrt.cuda.private_torch import (
+    empty_host_cache,
     memory_stats,
     release_pool,
     route_thread_to_pool,
@@ -145,24 +146,33 @@ class _Held:
     drops that stream's workspace, which graphs of another pool might use."""
 
     def __init__(self, device: int, handle: PoolHandle) -> None:
-        self._graph = torch.cuda.CUDAGraph()
         self._stream = own_stream()
         with torch.cuda.stream(self._stream), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # "The CUDA Graph is empty"
             try:
-                unseen(partial(self._graph.capture_begin, handle, "thread_local"))  # type: ignore[arg-type]
+                self._begin(device, handle)
             except RuntimeError:
-                # It routes two allocators, of device and of pinned memory: the first may be routed.
-                with suppress(RuntimeError):  # "not currently recording to mempool_id"
-                    stop_routing_to_pool(device, handle)
-                    release_pool(device, handle)
-                # The generator also expects a capture now, until one ends.
-                ended = torch.cuda.CUDAGraph()
-                unseen(partial(ended.capture_begin, capture_error_mode="thread_local"))
-                ended.capture_end()
-                ended.reset()
-                raise
+                # A `MemPool` keeps memory of the device alone. The pinned memory of its id is freed
+                # after the last graph, and can be entered again once it is gone.
+                empty_host_cache()
+                self._begin(device, handle)
             self._graph.capture_end()
+
+    def _begin(self, device: int, handle: PoolHandle) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        try:
+            unseen(partial(self._graph.capture_begin, handle, "thread_local"))  # type: ignore[arg-type]
+        except RuntimeError:
+            # It routes two allocators, of device and of pinned memory: the first may be routed.
+            with suppress(RuntimeError):  # "not currently recording to mempool_id"
+                stop_routing_to_pool(device, handle)
+                release_pool(device, handle)
+            # The generator also expects a capture now, until one ends.
+            ended = torch.cuda.CUDAGraph()
+            unseen(partial(ended.capture_begin, capture_error_mode="thread_local"))
+            ended.capture_end()
+            ended.reset()
+            raise
 
     def reset(self) -> None:
         """Let go of the pool."""

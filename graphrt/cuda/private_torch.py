@@ -40,6 +40,13 @@ release_pool: Callable[[int, Pool], None] = NAMES.take(
     build="cuda",
 )
 
+empty_host_cache: Callable[[], None] = NAMES.take(
+    "torch._C._host_emptyCache",
+    without="a `torch.cuda.MemPool` cannot be adopted again after its last graph",
+    build="cuda",
+)
+"""Frees pinned memory that nobody uses, and forgets its pools without a graph."""
+
 raw_stream_of: Callable[[int], int] = NAMES.take(
     "torch._C._cuda_getCurrentRawStream",
     without="nothing can be replayed, as the current stream is asked for before",

@@ -75,3 +75,25 @@ def test_no_torch_dispatch_mode_is_active_while_a_pool_is_held(monkeypatch):
     watch.run(lambda: memory._Held(0, (0, 1)), in_one=False)
     assert graph.begun == [((0, 1), "thread_local", [], False)]
     assert watch.operators == []
+
+
+def test_a_pool_whose_pinned_memory_is_being_freed_is_entered_once_that_is_gone(monkeypatch):
+    emptied: list[None] = []
+
+    class Refusing(Graph):
+        def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+            if pool is not None and not emptied:
+                raise RuntimeError("use_count > 0 INTERNAL ASSERT FAILED")
+
+        def reset(self) -> None: ...
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Refusing)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: torch.no_grad())
+    monkeypatch.setattr(memory, "own_stream", lambda: None)
+    given_back: list[Any] = []
+    for name in ("stop_routing_to_pool", "release_pool"):
+        monkeypatch.setattr(memory, name, lambda *pool: given_back.append(pool))
+    monkeypatch.setattr(memory, "empty_host_cache", lambda: emptied.append(None))
+    memory._Held(0, (0, 1))
+    # The share of the device's memory that the first try took is given back.
+    assert emptied == [None] and given_back == [(0, (0, 1))] * 2

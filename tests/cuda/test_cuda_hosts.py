@@ -152,6 +152,18 @@ def test_a_pool_handle_with_live_memory_but_no_graphs_is_refused():
     other.close()
 
 
+def test_a_mem_pool_is_adopted_again_after_its_last_graph():
+    mem_pool, stream = torch.cuda.MemPool(), torch.cuda.Stream()
+    x, weight = torch.ones(8, WIDTH, device="cuda"), matrix()
+    for value in (1.0, 2.0, 3.0):
+        pool = GraphPool(handle=mem_pool.id, stream=stream)
+        keyed = KeyedGraphs(pool)
+        keyed.capture("key", lambda: (x @ weight).relu())
+        x.fill_(value)
+        same(keyed.replay("key"), (x @ weight).relu())
+        pool.close()
+
+
 @pytest.mark.parametrize("stream", [object(), None])
 def test_streams_that_cannot_be_captured_on_are_refused(stream):
     with pytest.raises(InvalidOptionError):

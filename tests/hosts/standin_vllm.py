@@ -100,6 +100,8 @@ def modules(version: str) -> Modules:
         VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS=True,
         VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS=5,
     )
+    made.add("vllm.lora.model_manager", LoRAModelManager=LoRAModelManager)
+    made.add("vllm.lora.worker_manager", LRUCacheWorkerLoRAManager=LRUCacheWorkerLoRAManager)
     runner = made.add(
         "vllm.v1.worker.gpu_model_runner",
         CUDAGraphWrapper=wrapper,
@@ -114,6 +116,48 @@ def modules(version: str) -> Modules:
     made.add("vllm.config", CUDAGraphMode=CUDAGraphMode)
     made.add("vllm.v1.executor.multiproc_executor", WorkerProc=WorkerProc)
     return made
+
+
+class LoRAModelManager:
+    """Adapters in slots, and the slot of each token."""
+
+    lora_slots = 2
+
+    def __init__(self) -> None:
+        self.lora_index_to_id: list[int | None] = [None] * self.lora_slots
+        self._last_mapping: Any = None
+        self.slots: list[int] = []
+        self.written: list[list[int]] = []
+
+    def _set_adapter_mapping(self, mapping: tuple[int, ...]) -> None:
+        self.slots = [self.lora_index_to_id.index(each) if each else -1 for each in mapping]
+        self.written.append(self.slots)
+
+    def set_adapter_mapping(self, mapping: tuple[int, ...]) -> None:
+        if self._last_mapping != mapping:
+            self._set_adapter_mapping(mapping)
+            self._last_mapping = mapping
+
+
+class LRUCacheWorkerLoRAManager:
+    """The adapters of requests, by number; it has room for those in slots."""
+
+    def __init__(self) -> None:
+        self._adapter_manager = LoRAModelManager()
+
+    def add_dummy_lora(self, number: int, rank: int) -> bool:
+        self._add(number)
+        return True
+
+    def set_active_adapters(self, requests: set[int], mapping: tuple[int, ...]) -> None:
+        for number in sorted(requests):
+            self._add(number)
+        self._adapter_manager.set_adapter_mapping(mapping)
+
+    def _add(self, number: int) -> None:
+        slots = self._adapter_manager.lora_index_to_id
+        if number not in slots:
+            slots[slots.index(None) if None in slots else 0] = number
 
 
 class WorkerProc:

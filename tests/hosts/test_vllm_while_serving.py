@@ -389,8 +389,31 @@ def test_what_is_not_served_is_named_and_captures_all_at_the_start(start, told, 
     assert step_is_right(engine, 3) and not _state.state.later._goes_on
 
 
-def test_lora_captures_all_graphs_at_the_start(start):
-    assert start(lora_config=object()).at_start == full(*SIZES)
+def test_adapters_of_live_requests_keep_their_slots_in_captures(start, monkeypatch):
+    engine = start(share=1.0, lora_config=object())
+    assert engine.at_start == full(1, 16)
+    manager = engine.runner.lora_manager = sys.modules[
+        "vllm.lora.worker_manager"
+    ].LRUCacheWorkerLoRAManager()
+    adapters, forward, dummies = manager._adapter_manager, engine.model.forward, []
+
+    def with_adapters(*args: Any, **kwargs: Any) -> Any:
+        if _state.state.later._capturing:
+            # As vLLM's dummy runs: an adapter of a number of its own in each slot.
+            for number in (1, 2):
+                manager.add_dummy_lora(number, rank=8)
+            manager.set_active_adapters({1, 2}, (1, 2, 0))
+            dummies.append(adapters.slots)
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(engine.model, "forward", with_adapters)
+    for _ in range(6):
+        manager.set_active_adapters({7, 2}, (7, 2, 2))
+        assert adapters.lora_index_to_id == [2, 7] and adapters.slots == [1, 0, 0]
+        assert step_is_right(engine, 3)
+    assert len(engine.captured()) == 5 and dummies
+    assert all(each == [0, 1, -1] for each in dummies)
+    assert "set_active_adapters" not in vars(manager) and "add_dummy_lora" not in vars(manager)
 
 
 def test_destroyed_graphs_are_not_captured_beside_steps(start):

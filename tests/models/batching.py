@@ -4,6 +4,7 @@ the package flash-attn: without one there is no path of decode steps."""
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -119,6 +120,37 @@ def allow_graphs(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(runner, pools, lambda: (None, None))
     masking = importlib.import_module("transformers.masking_utils")
     patch.setattr(masking, "is_tracing", lambda tensor=None: current_capture() is not None)
+
+
+def after_inputs(patch: pytest.MonkeyPatch, then: Callable[[Any], object]) -> None:
+    """Call `then` with transformers' static tensors on a GPU, whenever the present stream has been
+    given what resets or fills them."""
+    cls = importlib.import_module(f"{_OF}.input_outputs").ContinuousBatchingIOs
+
+    def followed(original: Callable[..., Any]) -> Callable[..., Any]:
+        def written(self: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(self, *args, **kwargs)
+            if self.device.type == "cuda":
+                then(self)
+            return result
+
+        return written
+
+    for name in ("reset", "prepare_batch_tensors"):
+        patch.setattr(cls, name, followed(getattr(cls, name)))
+
+
+def wait(io: Any) -> None:
+    """For transformers' own batches: without it they may run before their inputs are there."""
+    torch.cuda.synchronize()
+
+
+def be_late(io: Any) -> None:
+    """As on a busy GPU: inputs are zero for 20 ms more."""
+    given = io._bulk_input_tensor.clone()
+    io._bulk_input_tensor.zero_()
+    torch.cuda._sleep(40_000_000)
+    io._bulk_input_tensor.copy_(given)
 
 
 def flash(patch: pytest.MonkeyPatch, model: Any) -> None:

@@ -13,7 +13,8 @@ timed in turns, one process a GPU at a time. Weights are random normals, so that
 attention. `memory` compares the first capture of one engine that has its process, and its GPU, to
 itself, as what one engine has made is there for the next one. `ranks` is for two GPUs: tensor and
 data parallel engines, and engines of which a worker is killed. `serving` captures
-beside steps. `tried` puts defects into vLLM's model, which trials have to find.
+beside steps; with `--logprobs 5` all engines run on the same tokens, and what they say of them is
+compared with the eager engine. `tried` puts defects into vLLM's model, which trials have to find.
 """
 
 import argparse
@@ -27,7 +28,7 @@ from benchmarks.gpu.vllm_host.memory import run_memory
 from benchmarks.gpu.vllm_host.one import run_alone, run_one
 from benchmarks.gpu.vllm_host.ranks.run import run_ranks
 from benchmarks.gpu.vllm_host.run import run_all
-from benchmarks.gpu.vllm_host.serving import run_all_serving, run_serving
+from benchmarks.gpu.vllm_host.serving import Load, run_all_serving, run_serving
 from benchmarks.gpu.vllm_host.tried import run_all_tried, run_tried
 
 
@@ -61,6 +62,12 @@ def main() -> int:
         )
     for command in (one, serving):
         command.add_argument("--steps", type=int, default=SERVING_STEPS, help="under load")
+        command.add_argument(
+            "--logprobs",
+            type=int,
+            default=0,
+            help="compare that many a token with eager; not timed",
+        )
     args = parser.parse_args()
     if args.command == "run":
         return run_all(args)
@@ -82,7 +89,7 @@ def main() -> int:
     if "-tried-" in args.name:
         result = run_tried(args.name, args.work)
     elif "-serving-" in args.name:
-        result = run_serving(args.name, args.work, args.steps)
+        result = run_serving(args.name, args.work, Load(args.steps, args.logprobs))
     else:
         result = run_one(args.name, args.work, args.barrier)
     (args.work / f"{args.name}.result.json").write_text(json.dumps(result))

@@ -74,12 +74,16 @@ def configurations() -> dict[str, dict[str, Any]]:
         "checked": {**while_serving, "GRAPHRT_CHECK": "first"},
         "eager": {"GRAPHRT_VLLM": "0"},
     }
-    for runner, more in (("v2", ""), ("v1", ""), ("v1", "-draft")):
+    loads: dict[str, dict[str, Any]] = {
+        "": {},
+        "-lora": {"lora": True},
+        "-draft": {"speculative": {"num_speculative_tokens": 3, "method": "draft_model"}},
+        "-ngram": {"speculative": {"num_speculative_tokens": 3, **ngram}},
+    }
+    for runner, more in (*(("v1", more) for more in loads), ("v2", ""), ("v2", "-lora")):
         for kind, env in switches.items():
             options = {"runner": runner, "serving": kind, "env": env, "compilation": mixed}
-            if more:
-                options["speculative"] = {"num_speculative_tokens": 3, "method": "draft_model"}
-            found[f"{runner}{more}-serving-{kind}"] = options
+            found[f"{runner}{more}-serving-{kind}"] = options | loads[more]
     found["v2-mode_none"] = {
         "runner": "v2",
         "off": True,

@@ -105,6 +105,16 @@ class Engines:
         driver = llm.llm_engine.model_executor.driver_worker
         return getattr(driver, "worker", None) or driver
 
+    def adapter_of(self, index: int) -> Any:
+        """The LoRA adapter of a request, of two in turns; every third request has none."""
+        if not self.options.get("lora") or index % 3 == 0:
+            return None
+        from vllm.lora.request import LoRARequest
+
+        number = index % 3
+        folder = self.adapter if number == 1 else self.adapter.with_name("adapter2")
+        return LoRARequest(f"random{number}", number, str(folder))
+
     def generate(self, name: str, batch: int, seed: int, tokens: int) -> list[list[int]]:
         draw = random.Random(seed)
         prompts = []

@@ -32,26 +32,33 @@ def write_model(
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def write_adapter(folder: Path, layers: int = 4) -> None:
-    """A LoRA adapter of random weights that are large enough to change tokens."""
+def write_adapter(folder: Path, rank: int = 8, seed: int = 7) -> None:
+    """A LoRA adapter, for the model beside it, of random weights that are large enough to change
+    tokens."""
     import torch
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    generator = torch.Generator().manual_seed(7)
+    model = json.loads((folder.parent / "llama" / "config.json").read_text())
+    hidden, head = model["hidden_size"], model["head_dim"]
+    rows = {
+        "q_proj": model["num_attention_heads"] * head,
+        "v_proj": model["num_key_value_heads"] * head,
+    }
+    generator = torch.Generator().manual_seed(seed)
     weights = {}
-    for layer in range(layers):
-        for name, out in (("q_proj", 1024), ("v_proj", 256)):
+    for layer in range(model["num_hidden_layers"]):
+        for name, out in rows.items():
             prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            for part, shape in (("lora_A", (8, 1024)), ("lora_B", (out, 8))):
-                values = torch.randn(shape, generator=generator) * 0.2
+            for part, shape in (("lora_A", (rank, hidden)), ("lora_B", (out, rank))):
+                values = torch.randn(shape, generator=generator) * 200 / hidden
                 weights[f"{prefix}.{part}.weight"] = values.to(torch.bfloat16)
     save_file(weights, str(folder / "adapter_model.safetensors"))
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "r": 8,
-        "lora_alpha": 16,
+        "r": rank,
+        "lora_alpha": 2 * rank,
         "lora_dropout": 0.0,
         "bias": "none",
         "target_modules": ["q_proj", "v_proj"],

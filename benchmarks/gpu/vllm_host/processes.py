@@ -57,10 +57,11 @@ def prepared(args: argparse.Namespace) -> tuple[Path, list[str], str]:
         # A process of its own: torch and safetensors may be in SITE alone.
         code = (
             "import sys, pathlib; from benchmarks.gpu.vllm_host.model import write_adapter; "
-            "write_adapter(pathlib.Path(sys.argv[1]))"
+            "work = pathlib.Path(sys.argv[1]); write_adapter(work / 'adapter'); "
+            "write_adapter(work / 'adapter2', rank=4, seed=8)"
         )
         subprocess.run(
-            [sys.executable, "-c", code, str(work / "adapter")],
+            [sys.executable, "-c", code, str(work)],
             env=os.environ | {"PYTHONPATH": path},
             check=True,
         )

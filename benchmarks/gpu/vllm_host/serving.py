@@ -11,6 +11,11 @@ checked   as `while`; each page of the KV cache is compared around each capture,
 eager     no graphs, whose tokens are the measure
 
 From the first capture on a process has its GPU to itself; before that they load all at once.
+
+With `--logprobs` nothing is timed, and all serve at once. Each request may get one token alone, so
+that all engines run each step on the same tokens: the log-probabilities of its best tokens, before
+that choice, are compared with those of the eager engine, token by token. vLLM's own graphs say how
+far apart padded and unpadded batches are anyway.
 """
 
 import argparse
@@ -25,20 +30,30 @@ import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.gpu.vllm_host.configurations import configurations
 from benchmarks.gpu.vllm_host.engines import Engines
+from benchmarks.gpu.vllm_host.logprobs import difference, same_share
 from benchmarks.gpu.vllm_host.model import VOCABULARY
 from benchmarks.gpu.vllm_host.processes import prepared, started, wait_for
 
 MIB = 2**20
 
 
+class Load(NamedTuple):
+    """How many steps of the model, and how many log-probabilities of each token."""
+
+    steps: int
+    logprobs: int
+
+
 class Alone:
     """The lock of the GPU, from the first capture of this process on, and what it found then."""
 
-    def __init__(self, work: Path) -> None:
+    def __init__(self, work: Path, *, waits: bool) -> None:
+        """Without `waits` others use the GPU meanwhile."""
+        self.waits = waits
         # Held until this process ends.
         name = f"gpu{os.environ.get('CUDA_VISIBLE_DEVICES', '')}.lock"
         self.file = os.open(work / name, os.O_WRONLY | os.O_CREAT)
@@ -50,7 +65,8 @@ class Alone:
         import torch
 
         if not self.began_s:
-            fcntl.flock(self.file, fcntl.LOCK_EX)
+            if self.waits:
+                fcntl.flock(self.file, fcntl.LOCK_EX)
             torch.cuda.synchronize()
             self.free = torch.cuda.mem_get_info()[0]
             self.began_s = time.perf_counter()
@@ -76,6 +92,7 @@ class Arrivals:
         draw = random.Random(seed)
         self.prompts: dict[str, list[int]] = {}
         self.lengths: dict[str, int] = {}
+        self.forced: dict[str, int] = {}
         self.at: dict[int, list[str]] = {}
         self.aborted_at: dict[int, list[str]] = {}
         now, step = 0.0, 0
@@ -88,6 +105,7 @@ class Arrivals:
             size = draw.randrange(5, 60)
             self.prompts[name] = [draw.randrange(3, VOCABULARY) for _ in range(size)]
             self.lengths[name] = draw.randrange(32, 400)
+            self.forced[name] = self.prompts[name][0]
             self.at.setdefault(step, []).append(name)
             if draw.random() < 0.1:
                 self.aborted_at.setdefault(step + draw.randrange(1, 150), []).append(name)
@@ -134,10 +152,12 @@ class Pages:
 
 
 class Steps:
-    """When steps of the model began, by `execute_model`, and when nothing was missing any more."""
+    """When steps of the model began, by `execute_model`, the requests and tokens of each, and when
+    nothing was missing any more."""
 
     def __init__(self) -> None:
         self.begins: list[float] = []
+        self.batches: list[tuple[int, int]] = []
         self.all_captured: tuple[int, float] | None = None
 
     def watch(self, runner: Any) -> None:
@@ -148,6 +168,8 @@ class Steps:
         def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
             if scheduler_output.total_num_scheduled_tokens:
                 self.begins.append(time.perf_counter())
+                requests = len(scheduler_output.num_scheduled_tokens)
+                self.batches.append((requests, scheduler_output.total_num_scheduled_tokens))
                 if self.all_captured is None and not later.missing:
                     self.all_captured = len(self.begins), self.begins[-1]
             return original(scheduler_output, *args, **kwargs)
@@ -165,50 +187,71 @@ class Steps:
         }
 
 
-def serve(engine: Any, sampling: Any, arrivals: Arrivals, steps: Steps, count: int) -> Any:
-    """Run `count` steps of the model; returns the tokens of each request, the number of aborts and
-    when the first token came."""
+class Said:
+    """What an engine returned of each request: tokens, and of each token its best candidates, each
+    with its log-probability."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[str, list[int]] = {}
+        self.logprobs: dict[str, list[list[tuple[int, float]]]] = {}
+        self.aborts = 0
+        self.first_token_s: float | None = None
+
+    def add(self, output: Any) -> None:
+        new = output.outputs[0]
+        self.tokens.setdefault(output.request_id, []).extend(new.token_ids)
+        self.first_token_s = self.first_token_s or time.perf_counter()
+        if new.logprobs:
+            self.logprobs.setdefault(output.request_id, []).extend(
+                [(token, round(found.logprob, 4)) for token, found in each.items()]
+                for each in new.logprobs
+            )
+
+
+def serve(engines: Engines, engine: Any, arrivals: Arrivals, steps: Steps, args: Load) -> Said:
+    """Run so many steps of the model under load."""
     from vllm.sampling_params import RequestOutputKind
 
-    tokens: dict[str, list[int]] = {}
-    done = 0
-    aborts = 0
-    first_token_s: float | None = None
-    while len(steps.begins) < count:
+    said, done = Said(), 0
+    while len(steps.begins) < args.steps:
         now = len(steps.begins)
         if not engine.has_unfinished_requests():
             # Nothing runs: the next request comes now.
-            now = min((at for at in arrivals.at if at >= done), default=count)
+            now = min((at for at in arrivals.at if at >= done), default=args.steps)
         for step in range(done, now + 1):
             for name in arrivals.at.get(step, []):
-                given = sampling(
+                more: dict[str, Any] = {}
+                if args.logprobs:
+                    more = {"logprobs": args.logprobs, "allowed_token_ids": [arrivals.forced[name]]}
+                given = engines.sampling(
                     temperature=0.0,
                     max_tokens=arrivals.lengths[name],
                     ignore_eos=True,
                     detokenize=False,
                     # What is new alone: a copy of all tokens so far takes longer than a step.
                     output_kind=RequestOutputKind.DELTA,
+                    **more,
                 )
                 prompt = {"type": "token", "prompt_token_ids": arrivals.prompts[name]}
-                engine.add_request(name, prompt, given)
+                lora = engines.adapter_of(int(name[1:]))
+                engine.add_request(name, prompt, given, lora_request=lora)
             leaving = arrivals.aborted_at.get(step, [])
             if leaving:
-                aborts += len(leaving)
+                said.aborts += len(leaving)
                 engine.abort_request(leaving)
         done = max(done, now + 1)
         if not engine.has_unfinished_requests():
             break
         for output in engine.step():
-            tokens.setdefault(output.request_id, []).extend(output.outputs[0].token_ids)
-            first_token_s = first_token_s or time.perf_counter()
+            said.add(output)
     engine.abort_request([*arrivals.prompts])
     while engine.has_unfinished_requests():
         engine.step()
-    return tokens, aborts, first_token_s
+    return said
 
 
-def run_serving(name: str, work: Path, count: int) -> dict[str, Any]:
-    """One engine under load, for so many steps."""
+def run_serving(name: str, work: Path, load: Load) -> dict[str, Any]:
+    """One engine under load."""
     options = configurations()[name]
     kind = options["serving"]
     result: dict[str, Any] = {"name": name, "stage": "began"}
@@ -230,7 +273,7 @@ def run_serving(name: str, work: Path, count: int) -> dict[str, Any]:
         engines.arguments |= {"max_num_seqs": 256, "kv_cache_memory_bytes": 3 << 30}
         engines.arguments["compilation_config"].pop("cudagraph_capture_sizes")
         engines.arguments["enforce_eager"] = kind == "eager"
-        alone, steps, pages = Alone(work), Steps(), Pages()
+        alone, steps, pages = Alone(work, waits=not load.logprobs), Steps(), Pages()
         alone.take_at_captures()
         llm = engines.made(**engines.arguments)
         ready_s = time.perf_counter()
@@ -246,19 +289,14 @@ def run_serving(name: str, work: Path, count: int) -> dict[str, Any]:
         steps.watch(runner)
         later = _state.state.later
         serve_s = time.perf_counter()
-        tokens, aborts, first_s = serve(
-            llm.llm_engine,
-            engines.sampling,
-            Arrivals(count, 7),
-            steps,
-            count,
-        )
+        said = serve(engines, llm.llm_engine, Arrivals(load.steps, 7), steps, load)
         torch.cuda.synchronize()
         reached("served")
+        first_s = said.first_token_s
         result["first_token_s"] = first_s and round(first_s - serve_s, 3)
         result["served_s"] = round(time.perf_counter() - serve_s, 2)
         result["step"] = steps.figures()
-        result["requests"] = {"served": len(tokens), "aborted": aborts}
+        result["requests"] = {"served": len(said.tokens), "aborted": said.aborts}
         result["device_mib"] = round((alone.free - torch.cuda.mem_get_info()[0]) / MIB, 1)
         result["reserved_mib"] = round(torch.cuda.memory_reserved() / MIB, 1)
         result["async"] = bool(runner.vllm_config.scheduler_config.async_scheduling)
@@ -280,7 +318,9 @@ def run_serving(name: str, work: Path, count: int) -> dict[str, Any]:
             result["pages"] = {"captures": pages.captures, "changed": pages.changed}
             statuses = [each.status for each in report().trust.trials]
             result["trials"] = {each: statuses.count(each) for each in sorted({*statuses})}
-        (work / f"{name}.tokens").write_text(json.dumps(tokens))
+        for kind_of in ("tokens", "logprobs"):
+            (work / f"{name}.{kind_of}").write_text(json.dumps(getattr(said, kind_of)))
+        (work / f"{name}.batches").write_text(json.dumps(steps.batches))
         reached("done")
     except BaseException:
         result["error"] = traceback.format_exc()
@@ -289,13 +329,19 @@ def run_serving(name: str, work: Path, count: int) -> dict[str, Any]:
 
 
 def compared(work: Path, results: dict[str, dict[str, Any]]) -> None:
-    """Add to each result the share of its tokens that are those of the same engine eager."""
+    """Add to each result the share of its tokens that are those of the same engine eager, and how
+    far apart their log-probabilities are."""
     for name, result in results.items():
-        theirs = work / f"{name.rpartition('-')[0]}-eager.tokens"
-        mine = work / f"{name}.tokens"
-        if not mine.exists() or not theirs.exists():
+        eager = f"{name.rpartition('-')[0]}-eager"
+        kinds = ("tokens", "logprobs", "batches")
+        files = {kind: [work / f"{each}.{kind}" for each in (name, eager)] for kind in kinds}
+        if not all(file.exists() for pair in files.values() for file in pair):
             continue
-        a, b = json.loads(mine.read_text()), json.loads(theirs.read_text())
+        read = {kind: [json.loads(file.read_text()) for file in files[kind]] for kind in kinds}
+        result["batches_as_eager"] = same_share(*read["batches"])
+        if any(read["logprobs"]):
+            result["logprobs"] = difference(*read["logprobs"])
+        a, b = read["tokens"]
         pairs = [
             (x, y) for each in a.keys() & b.keys() for x, y in zip(a[each], b[each], strict=False)
         ]
@@ -314,14 +360,23 @@ def verdicts(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
             continue
         checks = found.setdefault(base, {})
         step, captures = result["step"], result["captures"]
-        if kind == "while":
+        if "logprobs" in result:
+            vllms = results.get(f"{base}-vllm", {}).get("logprobs", {})
+            checks[f"logprobs ({kind})"] = result["logprobs"]
+            checks["logprobs of vLLM's own graphs"] = vllms
+            if vllms:
+                # Padded batches are other matrix products than those of eager: vLLM's own graphs
+                # are as far from eager.
+                bounds = [result["logprobs"][at] <= 1.5 * vllms[at] for at in ("p99", "max")]
+                checks[f"as near to eager as vLLM's own ({kind})"] = all(bounds)
+        elif kind == "while":
             bound = step["median_ms"] + captures["longest_ms"]
             checks["p99 at most median and longest capture"] = step["p99_ms"] <= bound
             upfront = results.get(f"{base}-upfront", {}).get("at_start", {}).get("captures_s")
             if upfront:
                 part = result["at_start"]["captures_s"] / upfront
                 checks["captures at start, of all upfront"] = round(part, 3)
-        else:
+        if kind == "checked":
             checks["pages unchanged"] = (
                 not result["pages"]["changed"] and result["pages"]["captures"] > 0
             )
@@ -333,7 +388,7 @@ def verdicts(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 def table(results: dict[str, dict[str, Any]]) -> Iterator[str]:
     heads = ["engine", "captures s", "graphs", "ready s", "first token s"]
     heads += ["step ms: median, p99, max", "longest capture ms", "all at step", "device MiB"]
-    heads += ["tokens as eager", "pages changed"]
+    heads += ["tokens as eager", "batches as eager", "logprobs apart: p99, max", "pages changed"]
     yield "| " + " | ".join(heads) + " |"
     yield "|" + "---|" * len(heads)
     for name, got in results.items():
@@ -350,6 +405,8 @@ def table(results: dict[str, dict[str, Any]]) -> Iterator[str]:
             captures.get("over_at_step"),
             got.get("device_mib"),
             got.get("equal_tokens"),
+            got.get("batches_as_eager"),
+            ", ".join(str(got.get("logprobs", {}).get(each)) for each in ("p99", "max")),
             pages and f"{pages['changed']} of {pages['captures']} captures",
         ]
         yield "| " + " | ".join("-" if each is None else str(each) for each in cells) + " |"
@@ -358,12 +415,12 @@ def table(results: dict[str, dict[str, Any]]) -> Iterator[str]:
 def run_all_serving(args: argparse.Namespace) -> int:
     """All engines: they load at once, and serve one after the other on each GPU."""
     work, names, path = prepared(args)
-    for old in work.glob("*.tokens"):
+    for old in itertools.chain(*(work.glob(f"*.{each}") for each in ("tokens", "logprobs"))):
         old.unlink()
     began = time.time()
     running: dict[str, subprocess.Popen[bytes]] = {}
     for index, name in enumerate(names):
-        more = "--steps", str(args.steps)
+        more = "--steps", str(args.steps), "--logprobs", str(args.logprobs)
         log = work / f"{name}.log"
         running[name] = started(name, work, path, index % args.gpus, log, *more)
     wait_for(running, began, args.seconds)

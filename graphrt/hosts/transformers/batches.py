@@ -82,6 +82,10 @@ class BatchGraphs(Seam):
         manager = reference()
         processor = type(manager)._create_batch_processor(manager)
         runner = processor.model_runner
+        if runner.cache.device.type != "cpu":
+            # transformers resets the inputs on this stream and copies those of the first batch on
+            # another one, at once: on a busy GPU that batch then ran on zeros.
+            torch.accelerator.current_stream(runner.cache.device).synchronize()
         self._look_at_model()
         if self._changed is not None or self._refused is not None:
             if self._batches and self._changed is not None:
@@ -128,6 +132,9 @@ class Batches:
     def run(self, forward_fn: Callable[..., Any], stream: Any, *args: Any) -> None:
         """Run a batch on transformers' stream: its results are in static tensors then."""
         key, forward = self._key(), partial(forward_fn, *args)
+        if stream is not None:
+            # Without async batching inputs are written on this stream, and no event says when.
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
         with nullcontext() if stream is None else torch.cuda.stream(stream):
             if key in self.graphs:
                 self.graphs[key].replay()

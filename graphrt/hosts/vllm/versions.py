@@ -56,6 +56,10 @@ _WHILE_SERVING = {
     RUNNER2: ("GPUModelRunner.execute_model",),
     WORKER: ("Worker.compile_or_warm_up_model",),
     "vllm.compilation.monitor": ("cudagraph_capturing_enabled",),
+    "vllm.lora.model_manager": ("LoRAModelManager._set_adapter_mapping",),
+    "vllm.lora.worker_manager": tuple(
+        f"LRUCacheWorkerLoRAManager.{each}" for each in ("add_dummy_lora", "set_active_adapters")
+    ),
     "vllm.envs": ("VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS",),
 }
 """Names that captures beside steps need too."""

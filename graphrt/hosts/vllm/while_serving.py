@@ -8,7 +8,8 @@
 4. vLLM's dummy runs write what steps read: buffers of inputs, and pinned memory that a copy of the
    step before may still read. So the device is synchronized before a capture and after it. Slots
    are -1 in dummy runs, so no page is written. Block tables are of the null block meanwhile: layers
-   with a state, such as Mamba, write the blocks that these name.
+   with a state, such as Mamba, write the blocks that these name. Adapters of LoRA stay: dummy
+   runs get slots and no dummy adapters.
 5. vLLM sizes its KV cache first. Captures take no more than its own estimate for graphs, or leave
    150 MiB free where it has none (the V2 runner, a cache of a given size).
 
@@ -83,7 +84,6 @@ def why_not(vllm_config: Any, *, is_v2: bool) -> str:
         "pipeline parallelism": getattr(parallel, "pipeline_parallel_size", 1) > 1,
         "context parallelism": getattr(parallel, "decode_context_parallel_size", 1) > 1,
         "micro-batches": parallel.use_ubatching,
-        "LoRA": vllm_config.lora_config is not None,
         "a KV connector": getattr(vllm_config, "kv_transfer_config", None) is not None,
         "a speculator of the V2 runner": is_v2 and vllm_config.speculative_config is not None,
     }
@@ -373,6 +373,7 @@ class WhileServing:
         with (
             torch.inference_mode(),
             _null_blocks(runner, graph.tokens, synchronize),
+            _adapters_kept(getattr(runner, "lora_manager", None)),
             _swapped(monitor, "cudagraph_capturing_enabled", True),
             self._pools.session(None, is_told=False),
         ):
@@ -433,6 +434,30 @@ def _null_blocks(runner: Any, rows: int, synchronize: Callable[[], object]) -> I
         synchronize()
         for table, was in zip(tables, were, strict=False):
             table.copy_(was)
+
+
+@contextmanager
+def _adapters_kept(manager: Any) -> Iterator[None]:
+    """Let dummy runs write which slot of LoRA a token has, and no adapter: vLLM's dummy adapters
+    would take the slots, and the numbers, of those of live requests."""
+    if manager is None:
+        yield
+        return
+    adapters = manager._adapter_manager
+    numbers = [*range(1, adapters.lora_slots + 1)]
+
+    def set_active_adapters(requests: Any, mapping: Any) -> None:
+        with _swapped(adapters, "lora_index_to_id", numbers):
+            adapters._set_adapter_mapping(mapping)
+
+    manager.add_dummy_lora = lambda *args, **kwargs: False
+    manager.set_active_adapters = set_active_adapters
+    try:
+        yield
+    finally:
+        del manager.add_dummy_lora, manager.set_active_adapters
+        # The next step writes those of its own tokens, even if they look the same.
+        adapters._last_mapping = None
 
 
 @contextmanager
