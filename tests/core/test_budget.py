@@ -203,6 +203,12 @@ def test_a_negative_or_nan_budget_limit_is_refused(limits: dict[str, float]) -> 
         Budget(**limits)
 
 
+def test_bytes_of_a_budget_as_text_are_refused_with_a_number_of_bytes() -> None:
+    with pytest.raises(InvalidOptionError, match="budget of device_bytes") as caught:
+        Budget(device_bytes="2GiB")  # type: ignore[arg-type]
+    assert caught.value.advice == "device_bytes=1073741824"
+
+
 def test_fitting_a_budget_to_an_unknown_mode_raises() -> None:
     with pytest.raises(InvalidModeError):
         plan((), Budget(), pieces_take(1), mode="HALF")

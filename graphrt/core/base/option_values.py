@@ -205,7 +205,7 @@ def items_of(
 
 
 def number_of(
-    name: str, value: object, what: str, *, least: int = 0, most: float = math.inf
+    name: str, value: object, what: str, *, least: int = 0, most: float = math.inf, example: int = 1
 ) -> float:
     """`value`, which is `what`, as a Python number from `least` to `most`; raises
     `InvalidOptionError` for anything else."""
@@ -216,7 +216,7 @@ def number_of(
         most = min(most, MOST)
     is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
     if not is_number or not least <= number <= most:
-        expected, advice = f"a number from {least} to {most}", f"{name}={max(least, 1)}"
+        expected, advice = f"a number from {least} to {most}", f"{name}={max(least, example)}"
         raise refused(f"{what} must be a number >= {least}", value, expected, advice)
     return number  # type: ignore[no-any-return]
 

@@ -139,7 +139,8 @@ def _make_numbers(owner: GraphCost | Budget) -> None:
         amount = getattr(owner, name)
         if amount is not None or isinstance(owner, GraphCost):
             what = f"a {type(owner).__name__.removeprefix('Graph').lower()} of {name}"
-            object.__setattr__(owner, name, number_of(name, amount, what))
+            example = 1 << 30 if name.endswith("bytes") else 1
+            object.__setattr__(owner, name, number_of(name, amount, what, example=example))
 
 
 class PlannedCapture(NamedTuple):
