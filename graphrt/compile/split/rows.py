@@ -10,9 +10,9 @@ import torch
 from torch import fx
 
 from graphrt.compile.split.effects import name_of, nodes_in, written
-from graphrt.compile.split.graph import remember_lines, uncompiled
+from graphrt.compile.split.graph import remember_lines, uncompiled, with_roots
 from graphrt.compile.split.groups import Roles
-from graphrt.compile.trace.sizes import value_of
+from graphrt.compile.trace.sizes import placeholders, value_of
 
 # Functions that write rows along a dimension -> those that read and write the same ones.
 _BY_DIM = {
@@ -28,7 +28,8 @@ def rows_written(piece: fx.GraphModule) -> Callable[..., Any] | None:
     """A function of the piece's inputs that reads each row which it writes by index, and writes it
     back; None if no index can be computed beforehand, from inputs that the piece does not write."""
     roles = Roles.of(piece.graph, lambda _: False)
-    changed = {root for n in piece.graph.nodes for t in written(n) for root in _roots(t, roles)}
+    changed = {each for n in piece.graph.nodes for each in with_roots(written(n), roles)}
+    inputs = {*placeholders(piece)}
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     found = False
     for node in piece.graph.nodes:
@@ -40,10 +41,9 @@ def rows_written(piece: fx.GraphModule) -> Callable[..., Any] | None:
         if not chosen or not isinstance(target := node.args[0], fx.Node):
             continue
         needed = _needed([target, *nodes_in(index)])
-        of_index = {n for n in _needed(nodes_in(index)) if n.op == "placeholder"}
         if (
-            _roots(target, roles).isdisjoint(_inputs(piece))
-            or not of_index.isdisjoint(changed)
+            with_roots([target], roles).isdisjoint(inputs)
+            or not _needed(nodes_in(index)).isdisjoint(inputs & changed)
             or any(written(n) for n in needed)
         ):
             continue
@@ -80,15 +80,6 @@ def _index_of(node: fx.Node) -> tuple[Any, Any]:
         if name in _BY_DIM:
             return args[1], args[2]
     return None, None
-
-
-def _roots(node: fx.Node, roles: Roles) -> set[fx.Node]:
-    """The node, or if it is a view the tensors behind it."""
-    return roles.roots([node]) if node in roles.views else {node}
-
-
-def _inputs(piece: fx.GraphModule) -> set[fx.Node]:
-    return {node for node in piece.graph.nodes if node.op == "placeholder"}
 
 
 def _needed(nodes: list[fx.Node]) -> set[fx.Node]:

@@ -68,13 +68,15 @@ _skipped = _without_dynamo("torch._C._dynamo.eval_frame._FrameAction.SKIP")
 
 
 def untraced(function: F) -> F:
-    """A function that torch or Python calls in the middle of a host's code: Dynamo compiles neither
-    it nor what it calls.
+    """A function that is called in the middle of a host's code: Dynamo compiles neither it nor what
+    it calls.
 
     Where Dynamo gives up on a frame, as after a graph break, it goes on with the frames that this
-    one calls. A mark of the code object costs nothing, and `torch._disable_dynamo` would import all
-    of Dynamo.
+    one calls: the code object has a mark. Else it traces into functions, unless they have the
+    attribute. Marks cost nothing, and `torch._disable_dynamo` would import all of Dynamo.
     """
+    marked: Any = function
+    marked._torchdynamo_disable = True
     if _set_strategy and _Strategy and _skipped:
         _set_strategy(function.__code__, _Strategy(_skipped, _skipped))
     return function
