@@ -36,7 +36,7 @@ from graphrt.core.base.errors import (
 from graphrt.core.base.option_values import check_callable, check_kind, choice, shown
 from graphrt.core.base.texts import aligned, error_text
 from graphrt.core.base.thread_mode import unseen, without_gradients
-from graphrt.core.base.torch_names import runs_hooks
+from graphrt.core.base.torch_names import runs_hooks, untraced
 from graphrt.core.capture.operators import facts_of, written
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.capture.refusals import OWN_GRAPHS
@@ -70,6 +70,7 @@ class Graphed(Uncopied, Generic[R]):
         self._names = tuple(call.places)
         self._given = len(call.first)
 
+    @untraced
     def __call__(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> R:
         """Returns the model's results. Inputs are given by position or by keyword; to a module with
         hooks as in `inputs=`, since hooks see the difference. Raises the errors of

@@ -35,6 +35,7 @@ from graphrt.core.base.errors import (
     InvalidOptionError,
 )
 from graphrt.core.base.texts import aligned, counted, error_line, size_text
+from graphrt.core.base.torch_names import untraced
 from graphrt.core.batch.descriptor import Batch
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.guard import check_break
@@ -290,6 +291,7 @@ class _Draws:
         # Frame -> its last line: Python calls the tracer before a line runs.
         self._lines: dict[FrameType, int] = {}
 
+    @untraced
     def enter(self, frame: FrameType, event: str, arg: object) -> Any:
         """The tracer of a function's lines; None for functions of the generators and of torch."""
         module = str(frame.f_globals.get("__name__"))
@@ -297,6 +299,7 @@ class _Draws:
             return None
         return self._line
 
+    @untraced
     def _line(self, frame: FrameType, event: str, arg: object) -> Any:
         if self.first is None and event in ("line", "return"):
             now = _host_generators()

@@ -24,6 +24,7 @@ from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base.errors import BreakError
 from graphrt.core.base.texts import error_line
 from graphrt.core.base.thread_mode import unseen
+from graphrt.core.base.torch_names import untraced
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.capture.refusals import Refusal
@@ -777,6 +778,7 @@ def _asks_modes(function: Callable[[], T]) -> tuple[T, bool]:
     if not isinstance(outer, FunctionType | MethodType | None):
         return function(), True
 
+    @untraced
     def profile(frame: FrameType, event: str, called: Any) -> None:
         nonlocal asked
         if called is torch.is_grad_enabled or called is torch.is_inference_mode_enabled:

@@ -95,7 +95,6 @@ def test_a_missing_private_attribute_is_named_by_the_error():
         ("generate_and_run_autotune_block", patches.code_forgotten_after_tuning),
         ("cache_clear", patches.code_forgotten_after_tuning),
         ("load_autotuners", patches.kernels_loaded_as_tuned),
-        ("need_use_acc_helper", patches.one_code_for_sums),
         ("compute_dependencies", patches.operators_in_order),
     ],
 )

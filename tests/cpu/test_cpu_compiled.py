@@ -8,6 +8,7 @@ import pytest
 import torch
 from cpu_capturing import capture, modes_left, same
 
+import graphrt
 from graphrt.core.base.errors import CaptureError
 from tests import starts
 
@@ -65,6 +66,27 @@ def test_a_function_disabled_for_dynamo_is_captured():
     graph, out = capture(lambda x: plain(x) + 1, torch.ones(3))
     graph.replay()
     assert out.tolist() == [3.0] * 3
+
+
+def test_a_compiled_function_calls_graphs_without_a_trace_of_them():
+    """Dynamo compiled a hundred functions of graphrt at the first step, for a minute."""
+    torch._dynamo.reset()
+    model = torch.nn.Linear(4, 4).eval().requires_grad_(False)
+    fast = graphrt.graphed(model, inputs=(torch.randn(4, 4),), sizes=[2, 4])
+    calls = {
+        "graphed": torch.compile(lambda x: fast(x) * 2, backend="eager"),
+        "runner": torch.compile(lambda x: fast.runner(input=x) * 2, backend="eager"),
+    }
+    for name, call in calls.items():
+        for rows in (4, 3, 2, 4):
+            x = torch.randn(rows, 4)
+            assert torch.equal(call(x), model(x) * 2), name
+            assert fast.runner.last_dispatch.reason.name == "HIT"
+    met = {code().co_filename for code in torch._dynamo.convert_frame.input_codes.seen}
+    torch._dynamo.reset()
+    assert __file__ in met
+    assert not [name for name in met if name.startswith(os.path.dirname(graphrt.__file__))]
+    fast.runner.close()
 
 
 def test_inductor_code_called_directly_inside_a_capture_is_refused():

@@ -15,20 +15,33 @@ def model_of(width: int) -> torch.nn.Module:
     return torch.nn.Sequential(*layers).eval().requires_grad_(False).cuda()
 
 
+class Block(torch.nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.gelu(self.linear(x))
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("regional", [False, True], ids=["whole", "regional"])
-def test_a_compiled_model_is_captured_at_sizes_that_it_compiles_apart(regional):
-    """Dynamo compiles size 1 apart, and loads kernels, which waits for the device."""
+@pytest.mark.parametrize("compiles", ["model", "blocks", "layers of torch"])
+def test_a_compiled_model_is_captured_at_sizes_that_it_compiles_apart(compiles):
+    """Dynamo compiles size 1 apart, and loads kernels, which waits for the device. Torch's own
+    layers it never compiles by themselves, but met graphrt's handlers in them."""
     torch._dynamo.reset()
-    model = model_of(200 + 8 * regional)
-    x = torch.randn(8, model[0].in_features, device="cuda")
+    width = {"model": 200, "blocks": 208, "layers of torch": 216}[compiles]
+    model = model_of(width)
+    if compiles == "blocks":
+        model = torch.nn.Sequential(Block(width), Block(width)).eval().requires_grad_(False).cuda()
+    x = torch.randn(8, width, device="cuda")
     with torch._inductor.utils.fresh_cache():
-        if regional:
+        if compiles == "model":
+            compiled = torch.compile(model)
+        else:
             for layer in model:
                 layer.compile()
             compiled = model
-        else:
-            compiled = torch.compile(model)
         fast = graphed(compiled, inputs=(x,), sizes=[1, 2, 8])
         for rows in (1, 2, 3, 8):
             assert fast.runner.plan.mode.name == "FULL"

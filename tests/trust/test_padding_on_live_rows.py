@@ -4,6 +4,7 @@ row, a spare page, masked writes and kernels that skip padding: no word."""
 from __future__ import annotations
 
 import itertools
+import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -12,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from graphrt import GraphOptions, GraphRunner, InputSpec
+from graphrt import CompileOptions, GraphOptions, GraphRunner, InputSpec
+from graphrt.compile import compile_module
 from graphrt.errors import GraphQuarantinedWarning, RowsMixedError
 from tests.draws import rest_long
 
@@ -233,11 +235,18 @@ def pages_of(resting: int, *, unused: int, writes: int = 6) -> Steps:
 
 
 def served(
-    build: Callable[[], Program], steps: Steps, *, mode: str = "FULL", check: str | None = None
+    build: Callable[[], Program],
+    steps: Steps,
+    *,
+    mode: str = "FULL",
+    check: str | None = None,
+    compile_options: CompileOptions | None = None,
 ) -> Iterator[tuple[bool, list[str]]]:
     """For each step, whether its result is right, and the warnings so far."""
     forward, inputs = build()
     expected, _ = build()
+    if compile_options is not None:
+        forward = compile_module(forward, [*inputs], options=compile_options)
     options = GraphOptions() if check is None else GraphOptions(check=check)
     runner = GraphRunner(
         forward, mode=mode, sizes=[1, 2, 4], inputs=inputs, options=options, platform="cpu"
@@ -325,6 +334,43 @@ def test_padding_on_a_row_of_nobody_is_not_named(name, check, mode):
     build, steps = RIGHT[name]
     for right, words in served(build, steps, check=check, mode=mode):
         assert right and not words
+
+
+# Programs whose kernels show no row numbers: padding writes zeros, where zeros were.
+COMPILED = (
+    *(("wrong", name) for name in ("-1 is the last row", "scatter_", "derived slots")),
+    *(("right", name) for name in ("spare last row", "spare request")),
+)
+
+
+@pytest.mark.skipif(
+    not (shutil.which("g++") or shutil.which("clang++")), reason="Inductor needs a C++ compiler"
+)
+@pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("kind", "name", "check"),
+    rest_long(
+        [
+            (kind, name, check)
+            for kind, table in (("wrong", WRONG), ("right", RIGHT))
+            for name in table
+            for check in ("capture", "always")
+            if "operator" not in name  # without fake implementations
+        ],
+        *((kind, name, "capture") for kind, name in COMPILED),
+    ),
+)
+def test_padding_rows_of_inductors_code_are_named_as_those_of_operators(
+    kind, name, check, tmp_path
+):
+    build, steps = (WRONG if kind == "wrong" else RIGHT)[name]
+    cached = CompileOptions(backend="inductor", cache_dir=str(tmp_path), splitting_ops=())
+    results = served(build, steps, check=check, compile_options=cached)
+    if kind == "wrong":
+        assert is_named_before_a_wrong_value(results)
+        return
+    for right, words in results:
+        assert right and not [each for each in words if "padding" in each]
 
 
 # Further programs that are right ------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 from collections.abc import Callable
 from functools import partial
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+import graphrt
 from graphrt import (
     Batch,
     BatchDescriptor,
@@ -477,3 +479,40 @@ def test_a_capture_compiles_nothing_that_its_warm_up_can_compile():
         runner.capture()
         assert {size for size, _ in seen} == {4, 2}
         assert {phase for _, phase in seen} == {"warm-up"}, seen
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("check", ["capture", "always"])
+def test_a_hosts_dynamo_compiles_no_function_of_graphrt(check):
+    """Where Dynamo gives up on a frame it goes on with those that this one calls: the handlers of
+    graphrt, in which it failed (torch 2.11), and whose frames counted as the host's."""
+    torch._dynamo.reset()
+    memory = torch.zeros(4, 3)
+
+    def part(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):  # a graph break in a loop: Dynamo leaves the function alone
+            torch._dynamo.graph_break()
+            memory.add_(1).index_add_(0, torch.zeros(1, dtype=torch.int64), x[:1])
+        return helper(x)
+
+    def helper(x: torch.Tensor) -> torch.Tensor:
+        return x.sin() if x.sum().item() > -1e9 else x
+
+    compiled = eager_break(torch.compile(part, backend="eager", dynamic=False))
+    with GraphRunner(
+        lambda x: compiled(x + 1) + 1,
+        mode="PIECEWISE",
+        sizes=[2, 4],
+        inputs={"x": InputSpec(torch.float32, ("tokens", 3))},
+        outputs=("tokens", 3),
+        options=GraphOptions(check=check),
+    ) as runner:
+        runner.capture()
+        for count in (4, 2, 4, 1):
+            x = torch.rand(count, 3)
+            assert torch.equal(runner(Batch(count), x=x), (x + 1).sin() + 1)
+    met = {code().co_filename for code in torch._dynamo.convert_frame.input_codes.seen}
+    torch._dynamo.reset()
+    assert __file__ in met
+    package = os.path.dirname(graphrt.__file__)
+    assert not [name for name in met if name.startswith(package)]

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from graphrt.core.base.thread_mode import is_watched
-from graphrt.core.replay.recording import current_capture
+from graphrt.core.batch.context import current_context
+from graphrt.core.replay.recording import current_capture, warming_up
 
 _library: Any = torch.library.Library("graphrt", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(
@@ -96,6 +97,23 @@ class TellingWrites:
             return self._captured(*args)
         if self._written and is_watched():
             torch.ops.graphrt.compiled_writes.default([args[index] for index in self._written])
+        return self._run(*args)
+
+
+class TellingRows:
+    """Calls `run`; in a watched warm-up after `rows`, which writes the rows as they are that `run`
+    writes by index: kernels of compiled code show no row numbers, and padding has an address."""
+
+    def __init__(self, run: Callable[..., Any], rows: Callable[..., Any]) -> None:
+        self._run = run
+        self._rows = rows
+
+    def __call__(self, *args: Any) -> Any:
+        if warming_up.get() and is_watched():
+            context = current_context()
+            # Not in a trial, which has a live batch, and compares operators with the graph's.
+            if context is not None and context.live is None and context.capture is None:
+                self._rows(*args)
         return self._run(*args)
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphrt.compile.backend.inductor_mends import select_elements
 from graphrt.compile.backend.process import (
     compiling,
     keep_libraries,
@@ -63,7 +62,6 @@ class InductorBackend:
         settings |= _IN_ORDER if in_order else {}
         order = operators_in_order() if in_order else nullcontext()
         graph = _with_tuple(piece)
-        select_elements(graph.graph)
         with compiling() as libraries, order, size_conditions(inputs) as conditions:
             artifact = inductor_compile(graph, inputs, static=static, settings=settings)
         return CompiledPiece(artifact, returned_count(piece), tuple(conditions), libraries)

@@ -31,8 +31,6 @@ from graphrt.compile.private_torch.patches import (
     kernels_loaded_as_tuned,
     library_loads,
     load_library,
-    one_code_for_sums,
-    sizes_of_floats,
     without_kept_headers,
 )
 
@@ -51,9 +49,8 @@ _walked: set[str] = set()
 
 @contextlib.contextmanager
 def compiling() -> Iterator[dict[str, Path]]:
-    """Have Inductor compile code that can be kept and that is right for batches of any size, whose
-    sums and floats it would else fix to the example's. One thread at a time. Yields the C++
-    libraries that the code calls, by `_digest`.
+    """Have Inductor compile code that can be kept. One thread at a time. Yields the C++ libraries
+    that the code calls, by `_digest`.
 
     Triton kernels are saved with the tuned configuration alone. Inductor tunes kernels before it
     loads its code, and the code would find the kernels of the tuning in memory, with every
@@ -75,8 +72,6 @@ def compiling() -> Iterator[dict[str, Path]]:
         _lock,
         trusted_folders(),
         code_forgotten_after_tuning(),
-        one_code_for_sums(),
-        sizes_of_floats(),
         library_loads(note_library),
     ):
         yield built

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphrt.compile.backend.as_operator import AsOperator, TellingWrites
+from graphrt.compile.backend.as_operator import AsOperator, TellingRows, TellingWrites
 from graphrt.compile.backend.choice import Backend, backend_for
 from graphrt.compile.backend.inductor_mends import copies_between_written_inputs
 from graphrt.compile.errors import AliasError, CompileError
@@ -37,6 +37,7 @@ from graphrt.compile.split.graph import (
 )
 from graphrt.compile.split.groups import names_of, splits_at
 from graphrt.compile.split.identity import fingerprint, normalised
+from graphrt.compile.split.rows import rows_written
 from graphrt.compile.trace.call import TracedCall
 from graphrt.compile.trace.sizes import is_number, placeholders, value_of
 from graphrt.core.base.errors import GraphRTError
@@ -95,7 +96,10 @@ class Compiler:
         if key not in self._code_of:
             self._figures.distinct_pieces += 1
             call = self._compile_for_all_sizes(piece.graph, key)
-            self._code_of[key] = self._with_visible_writes(call, piece)
+            call, rows = self._with_visible_writes(call, piece), None
+            if self._backend.name != "eager":
+                rows = rows_written(piece.graph)
+            self._code_of[key] = call if rows is None else TellingRows(call, rows)
         return RunnablePiece(piece, self._code_of[key], self._name(key))
 
     def _with_visible_writes(self, call: Callable[..., Any], piece: Piece) -> Callable[..., Any]:

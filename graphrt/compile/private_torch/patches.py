@@ -8,9 +8,6 @@ from functools import cache, wraps
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import fx
-
 from graphrt.compile.private_torch.names import NAMES, private_attribute
 from graphrt.core.base.errors import MissingTorchNameError
 from graphrt.core.base.log import logger
@@ -31,16 +28,6 @@ _FORGET_CODE = NAMES.declare(
 )
 _LOAD_KERNELS = NAMES.declare(
     "torch._inductor.triton_bundler.TritonBundler.load_autotuners", without=_TUNED_AGAIN
-)
-_CHUNKS = NAMES.declare(
-    "torch._inductor.codegen.cpp.CppKernel.need_use_acc_helper",
-    without="sums over a batch run uncompiled at sizes of another kind, after a warning",
-)
-_SCALARS = NAMES.declare(
-    "torch._functorch._aot_autograd.graph_compile.tensorify_python_scalars",
-    without="what computes with a float made of batch sizes (batch norm that trains) is no code of "
-    "Inductor's, after a warning",
-    seen=("2.11", "2.13"),
 )
 _NO_ORDER = "FULL graphs run the code of pieces, after a warning"
 _ORDER = NAMES.declare(
@@ -138,57 +125,6 @@ def kernels_loaded_as_tuned(original: Any) -> Any:
         return original.__get__(None, cls)(kernels)
 
     return classmethod(load_autotuners)
-
-
-@_patch(_CHUNKS)
-def one_code_for_sums(original: Any) -> Any:
-    """C++ sums of float32 over a batch add in chunks, however many addends the example has.
-
-    Inductor would make code for few addends or for many, by the example, and the code would be
-    right only for batches that are as small or as large.
-    """
-
-    def need_use_acc_helper(self: Any, kind: str, dtype: Any, *more: Any) -> bool:
-        ranges = list(getattr(self, "call_ranges", None) or ())
-        summed = ranges[getattr(self, "reduction_depth", 0) :]
-        if kind == "sum" and dtype == torch.float32 and any(n.free_symbols for n in summed):
-            return True
-        return bool(original(self, kind, dtype, *more))
-
-    return need_use_acc_helper
-
-
-@_patch(_SCALARS)
-def sizes_of_floats(original: Any) -> Any:
-    """Pieces may compute with floats made from batch sizes, which torch turns into tensors.
-
-    torch expects a node for each symbol, as Dynamo's graphs have an argument for each. A piece has
-    arguments only for the sizes that it computes with, and a decomposition may need others.
-    """
-
-    def tensorify(module: fx.GraphModule, *more: Any) -> Any:
-        if any(isinstance(node.meta.get("val"), torch.SymFloat) for node in module.graph.nodes):
-            _give_symbols(module.graph)
-        return original(module, *more)
-
-    return tensorify
-
-
-def _give_symbols(graph: fx.Graph) -> None:
-    """Add a node for each symbol that is a size of an argument and has none."""
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    first = next(node for node in graph.nodes if node.op != "placeholder")
-    values = [(node, node.meta.get("val")) for node in inputs]
-    symbols = {value.node.expr for _, value in values if isinstance(value, torch.SymInt)}
-    for node, value in values:
-        for dim, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
-            if not isinstance(size, torch.SymInt) or size.node.expr in symbols:
-                continue
-            if size.node.expr.is_symbol:
-                symbols.add(size.node.expr)
-                with graph.inserting_before(first):
-                    size_node = graph.call_function(torch.ops.aten.sym_size.int, (node, dim))
-                size_node.meta["val"] = size
 
 
 _BUILT_IN = frozenset({"aten", "prim", "prims", "inductor", "quantized", "mkldnn", "mkl"})

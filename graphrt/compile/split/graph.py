@@ -100,7 +100,7 @@ def written_between(
         root
         for node in whole.graph.nodes
         if not is_splitting(node)
-        for root in _with_roots(written(node), roles)
+        for root in with_roots(written(node), roles)
     }
     return tuple(index for index, node in enumerate(placeholders(whole)) if node in changed)
 
@@ -114,7 +114,7 @@ def written_after_read(
     read: set[fx.Node] = set()
     nodes: list[fx.Node] = [*whole.graph.nodes]
     for node in nodes:
-        if not read.isdisjoint(_with_roots(written(node), roles)):
+        if not read.isdisjoint(with_roots(written(node), roles)):
             return node
         if (
             node in roles.views
@@ -127,7 +127,8 @@ def written_after_read(
     return None
 
 
-def _with_roots(nodes: Sequence[fx.Node], roles: Roles) -> set[fx.Node]:
+def with_roots(nodes: Sequence[fx.Node], roles: Roles) -> set[fx.Node]:
+    """The nodes, and the tensors behind those that are views."""
     return {*nodes, *roles.roots(n for n in nodes if n in roles.views)}
 
 
@@ -180,7 +181,7 @@ class _Cut:
         )
         self._note_reads(inputs)
         name = f"Piece{index}"
-        writes = {n for node in steps for n in _with_roots(written(node), self._roles)}
+        writes = {n for node in steps for n in with_roots(written(node), self._roles)}
         graph = _graph(self._whole, graph_inputs, body, results, name)
         views = None
         if view_outputs:

@@ -66,6 +66,11 @@ class CallChecker:
         # Path of an argument -> its properties as a `_Tensor`; the value itself if it is none.
         self._expected = {leaf.path: self._describe(leaf) for leaf in leaves}
         self._symbols = dict(symbols)
+        # Name of an axis -> the first argument that has it.
+        self._argument_of: dict[str, str] = {}
+        for leaf in leaves:
+            for axis in dims.of(leaf).values():
+                self._argument_of.setdefault(axis.name, leaf.path)
         self._conditions = list(conditions)
         self._does_the_same = does_the_same
         # Sizes of all axes, which passed the check -> the axes that need code of their own.
@@ -220,23 +225,13 @@ class CallChecker:
         raise RetraceError(
             f"the number of {' and '.join(names)} is one that the forward decides by, and "
             "the other way was traced",
-            input=self._argument_of(names[0]),
+            input=self._argument_of.get(names[0], names[0]),
             got=", ".join(f"{name}={sizes[name]}" for name in names),
             expected=str(named),
             advice="compile with a batch of the size that is served, or make the forward "
             "take one way for all sizes",
             of_sizes=True,
         )
-
-    def _argument_of(self, axis: str) -> str:
-        for path, expected in self._expected.items():
-            if isinstance(expected, _Tensor):
-                probe = Leaf(
-                    path, torch.empty([1] * len(expected.shape), dtype=torch.uint8, device="meta")
-                )
-                if any(dim.name == axis for dim in self._dims.of(probe).values()):
-                    return path
-        return axis
 
 
 def _check_constant(path: str, value: object, expected: object) -> None:

@@ -27,6 +27,7 @@ class ThreadMode(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
     takes_apart = True
     """Whether `handle` gets the parts of composite operators, and never one as a whole."""
 
+    @private.untraced
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:

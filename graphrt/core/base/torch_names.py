@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 
@@ -18,6 +18,7 @@ from graphrt.core.base.private_torch import PrivateNames
 NAMES = PrivateNames()
 
 Manager: TypeAlias = AbstractContextManager[object]
+F = TypeVar("F", bound=Callable[..., Any])
 _SEEN = "2.11", "2.13"
 
 # Each of these takes names of torch without which the same feature is missing.
@@ -56,6 +57,29 @@ push_dispatch_mode: Callable[[TorchDispatchMode], None] = _mode(
     "torch.utils._python_dispatch._push_mode"
 )
 pop_dispatch_mode: Callable[[], TorchDispatchMode] = _mode("torch.utils._python_dispatch._pop_mode")
+
+
+_without_dynamo = partial(
+    NAMES.take, without="Dynamo may trace, or fail in, graphrt's own handlers"
+)
+_set_strategy = _without_dynamo("torch._C._dynamo.eval_frame.set_code_exec_strategy")
+_Strategy = _without_dynamo("torch._C._dynamo.eval_frame._FrameExecStrategy")
+_skipped = _without_dynamo("torch._C._dynamo.eval_frame._FrameAction.SKIP")
+
+
+def untraced(function: F) -> F:
+    """A function that is called in the middle of a host's code: Dynamo compiles neither it nor what
+    it calls.
+
+    Where Dynamo gives up on a frame, as after a graph break, it goes on with the frames that this
+    one calls: the code object has a mark. Else it traces into functions, unless they have the
+    attribute. Marks cost nothing, and `torch._disable_dynamo` would import all of Dynamo.
+    """
+    marked: Any = function
+    marked._torchdynamo_disable = True
+    if _set_strategy and _Strategy and _skipped:
+        _set_strategy(function.__code__, _Strategy(_skipped, _skipped))
+    return function
 
 
 def compiled_frames() -> int:

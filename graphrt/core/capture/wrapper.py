@@ -13,6 +13,7 @@ import torch
 
 from graphrt.core.base import errors, option_values, tree
 from graphrt.core.base._undo import Undo, undoing
+from graphrt.core.base.torch_names import untraced
 from graphrt.core.batch.context import ForwardContext, current_context
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode, graphs_off
@@ -258,6 +259,7 @@ class GraphWrapper(errors.Uncopied):
         # Last: a capture session that is under way includes the wrapper from here on.
         self.pool.holders.add(self)
 
+    @untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run, capture or replay the runnable, as the context says; returns what it returns.
 

@@ -14,7 +14,7 @@ from typing_extensions import TypeVar  # in typing from Python 3.13 on
 
 from graphrt.core.base.errors import InvalidInputError, Uncopied
 from graphrt.core.base.option_values import check_kind, check_takes
-from graphrt.core.base.torch_names import runs_hooks
+from graphrt.core.base.torch_names import runs_hooks, untraced
 from graphrt.core.batch.descriptor import Batch
 from graphrt.core.capture.refusals import NESTED_CAPTURE
 from graphrt.core.dispatch.reasons import Dispatch
@@ -69,6 +69,7 @@ class Runner(Uncopied, Generic[R]):
         if self.inputs.declared.optional:
             self._run = partial(_completed, self.inputs, self._run)
 
+    @untraced
     def __call__(
         self,
         batch: Batch | InputSlot | torch.Tensor | None = None,

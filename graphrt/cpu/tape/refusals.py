@@ -15,7 +15,7 @@ import torch
 from graphrt.core.base._undo import ProcessChange
 from graphrt.core.base.errors import IN_PIECES, CaptureSyncError, RefusedOpError
 from graphrt.core.base.thread_mode import FREE_KEYS, free_key
-from graphrt.core.base.torch_names import include_key, kernel_library
+from graphrt.core.base.torch_names import include_key, kernel_library, untraced
 from graphrt.core.capture.refusals import Refusal
 from graphrt.cpu.private_torch import replace_reads
 from graphrt.cpu.tape.operators import Operator
@@ -337,6 +337,7 @@ _libraries: list[Any] = []
 """Kept for good: kernels end with their library."""
 
 
+@untraced
 def _call_unless_refused(
     path: str, position: int | None, keys: Any, *args: Any, **kwargs: Any
 ) -> Any:

@@ -524,6 +524,7 @@ def _kernel(namespace: str, name: str, overload: str) -> Callable[..., Any]:
     It looks the operator up by its name at each call, as a name may be defined again later.
     """
 
+    @torch_names.untraced
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
         func = getattr(getattr(getattr(torch.ops, namespace), name), overload)
         watch, key = _watch.get(), watch_key()
