@@ -11,7 +11,6 @@ Nothing is looked for before somebody asks, and asking for a built-in by name im
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import os
 import sys
@@ -31,6 +30,7 @@ import pluggy
 from graphrt.core.base.errors import PlatformError, warn_caller
 from graphrt.core.base.log import logger
 from graphrt.core.base.option_values import check_kind, flag, refused, shown
+from graphrt.core.base.private_torch import imported
 from graphrt.core.base.texts import error_line, printable
 from graphrt.core.device.contract import Capability, check_contract
 from graphrt.core.device.platform import Availability, Platform
@@ -578,13 +578,8 @@ def _file_of(module: str) -> str:
 def _made_of(path: str) -> list[Platform]:
     """The platform of a dotted path; none if its module is not there."""
     module, _, attribute = path.partition(":")
-    try:
-        return [getattr(importlib.import_module(module), attribute)()]
-    except ModuleNotFoundError as error:
-        # Only a missing part of this path means "not there"; else its import is broken.
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise
-        return []
+    found = imported(module)
+    return [] if found is None else [getattr(found, attribute)()]
 
 
 def _platforms_of(hook: pluggy.HookImpl) -> list[Platform]:
