@@ -181,12 +181,7 @@ class StaticInputs:
     def copies(self, values: Mapping[str, Any], tokens: int, reqs: int) -> dict[str, torch.Tensor]:
         """Copies of a step's inputs by (dotted) name, where the buffers are: for a step that no
         graph serves. Raises `InvalidInputError`."""
-        inputs = self.declared.check(values, tokens, reqs)
-        try:
-            return self.copied(inputs)
-        except (NotImplementedError, RuntimeError) as error:
-            self.declared.check(values, tokens, reqs, error)
-            raise
+        return self.copied(self.declared.check(values, tokens, reqs))
 
     def copied(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Copies of tensors where the buffers are."""
