@@ -156,8 +156,16 @@ def capture_sizes(
     all tokens; uniform decode has these in whole requests, and a full decode batch, up to which it
     goes. It has none where not one request fits under M.
     """
-    scheduled = isinstance(query_lens, Mapping)
+    lengths, scheduled = lengths_of(query_lens), isinstance(query_lens, Mapping)
     max_num_reqs, max_num_tokens = _largest_batch(max_num_reqs, max_num_tokens, sizes, query_lens)
+    longest = max(lengths)
+    if longest > max_num_tokens:
+        raise InvalidOptionError(
+            "not one decode request fits into the largest batch",
+            got=f"query length {longest}, max_num_tokens={max_num_tokens}",
+            expected="query_lens of at most max_num_tokens",
+            advice=f"max_num_tokens={max(max_num_reqs * longest, max_num_tokens)}",
+        )
     reqs = _decode_reqs(query_lens, max_num_reqs, max_num_tokens)
     most = {q: spans[-1][1] if spans else 0 for q, spans in reqs.items()}
     widest = max(q * num_reqs for q, num_reqs in most.items())
@@ -167,11 +175,11 @@ def capture_sizes(
     if mode is None or not GraphMode.parse(mode).has_piecewise:
         top = limit
     listed = None if sizes is None else _cut(tuple(sizes), max_num_tokens, max_size)
-    _refuse_many(len(reqs) * (top // 16 if listed is None else len(listed)))
+    _refuse_many(len(lengths) * (top // 16 if listed is None else len(listed)))
     ladders: dict[int, tuple[int, ...]] = {}
     if listed is not None:
         tokens = max_num_tokens if max_size is None else limit
-        for q in reqs:
+        for q in lengths:
             full = max_num_reqs * q
             # In whole requests, and no larger than a batch can be.
             largest = min(full, tokens) // q * q
@@ -183,7 +191,7 @@ def capture_sizes(
         return CaptureSizes(max_num_reqs, max_num_tokens, limit, listed, general, ladders, most)
     mixed = _up_to(top, [*_steps(top), widest, max_num_tokens])
     whole: list[int] = []
-    for q in reqs:
+    for q in lengths:
         # A graph for any batch serves decode as well: there are steps of whole requests too.
         steps = (n * q for n in _steps(min(max_num_reqs, limit // q)))
         whole += _needed(steps, q, reqs[q])
@@ -201,17 +209,8 @@ def _decode_reqs(
     query_lens: QueryLens, max_num_reqs: int, max_num_tokens: int
 ) -> dict[int, list[tuple[int, int]]]:
     """query length -> the requests of its decode batches, as (more than, at most). Raises
-    `InvalidOptionError` where the longest does not fit, and for a schedule that ends before the
-    largest batch."""
+    `InvalidOptionError` for a schedule that ends before the largest batch."""
     reqs: dict[int, list[tuple[int, int]]] = {q: [] for q in lengths_of(query_lens)}
-    longest = max(reqs)
-    if longest > max_num_tokens:
-        raise InvalidOptionError(
-            "not one decode request fits into the largest batch",
-            got=f"query length {longest}, max_num_tokens={max_num_tokens}",
-            expected="query_lens of at most max_num_tokens",
-            advice=f"max_num_tokens={max(max_num_reqs * longest, max_num_tokens)}",
-        )
     if not isinstance(query_lens, Mapping):
         return {q: [(0, max_num_reqs)] for q in reqs}
     if max(query_lens) < max_num_reqs:
