@@ -54,11 +54,10 @@ class Workspaces:
     def prepare(self) -> None:
         """Make the operands, outside of any pool."""
         if self._operand is None:
-            with torch.inference_mode(False):
-                device = torch.device("cuda", torch.cuda.current_device())
-                options: Any = {"dtype": torch.float32, "device": device}
-                self._operand = unseen(lambda: torch.ones(16, 16, **options))
-                self._result = unseen(lambda: torch.empty(16, 16, **options))
+            device = torch.device("cuda", torch.cuda.current_device())
+            options: Any = {"dtype": torch.float32, "device": device}
+            self._operand = unseen(lambda: torch.ones(16, 16, **options))
+            self._result = unseen(lambda: torch.empty(16, 16, **options))
 
     @undoing
     def ask(self, undo: Undo, streams: Iterable[torch.cuda.Stream]) -> None:
@@ -79,5 +78,4 @@ class Workspaces:
 
     def _multiply(self) -> None:
         assert self._operand is not None and self._result is not None
-        with torch.no_grad():
-            torch.mm(self._operand, self._operand, out=self._result)
+        torch.mm(self._operand, self._operand, out=self._result)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from graphrt.core.base.errors import (
     IN_PIECES,
     CaptureError,
@@ -19,7 +21,6 @@ from graphrt.core.device.contract import (
     error_chain,
 )
 
-_OWN_GENERATOR = "the forward draws from a random generator that no watched warm-up was given"
 _REGISTERED = (
     "draw from the default generator, or draw before the step and pass the numbers as an input; a "
     'GraphRunner at check="capture" registers the generators of its forward'
@@ -53,8 +54,8 @@ _FAULTS = (
 
 _RERUN = "run the same forward eagerly; if that passes, look for work CUDA cannot capture"
 
-# The first pattern found in the chain of errors decides, so the specific ones come first and the
-# error that every later call repeats comes last.
+# The first pattern, a regular expression, that is found in the chain of errors decides. So the
+# specific ones come first, and the error that every later call repeats comes last.
 _CAUSES: tuple[tuple[str, type[CaptureError], str, str], ...] = (
     (
         "cpu tensor is pinned",
@@ -117,15 +118,9 @@ _CAUSES: tuple[tuple[str, type[CaptureError], str, str], ...] = (
         "use the default generator, or register yours with the graph",
     ),
     (
-        "generator is not registered",
+        "generator (is not registered|not in capture mode)",
         CaptureError,
-        _OWN_GENERATOR,
-        _REGISTERED,
-    ),
-    (
-        "generator not in capture mode",
-        CaptureError,
-        _OWN_GENERATOR,
+        "the forward draws from a random generator that no watched warm-up was given",
         _REGISTERED,
     ),
     (
@@ -149,7 +144,7 @@ def explain(error: BaseException) -> CaptureError:
     messages = [error_line(link) for link in error_chain(error)]
     for pattern, kind, what, advice in _CAUSES:
         for message in messages:
-            if pattern in message.lower():
+            if re.search(pattern, message.lower()):
                 return kind(what, got=message.splitlines()[0], advice=advice)
     for message in messages:
         if "previous error during capture" in message.lower():

@@ -86,7 +86,7 @@ class GraphMemory(PoolMemory):
     @undoing
     def after_reset(self, undo: Undo) -> None:
         """Allocate workspaces again for the graphs that are left, those of the host among them."""
-        pool_is_used = self._share is not None or self._graphs_left()
+        pool_is_used = self._share is not None or any(map(captured_pool, self._graphs))
         streams = [s for s in self._streams.values() if s.cuda_stream in self._with_workspace]
         if not pool_is_used:
             self._reset_empties()
@@ -125,9 +125,6 @@ class GraphMemory(PoolMemory):
             for handle, stream in self._streams.items()
             if is_hosts(stream) and handle not in self._with_workspace
         )
-
-    def _graphs_left(self) -> bool:
-        return any(captured_pool(graph) is not None for graph in self._graphs)
 
     def _reset_empties(self) -> None:
         while self._empties:

@@ -6,6 +6,7 @@ A torch that was built for CPUs has none of the functions; there the platform is
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,29 +17,28 @@ NAMES = PrivateNames()
 
 Pool = tuple[int, int]
 
-_NO_CAPTURES = "no CUDA graph can be captured"
+_of_cuda = partial(NAMES.take, build="cuda")
+_routing = partial(_of_cuda, without="what eager breaks return cannot be allocated in the pool")
+_at_replays = partial(
+    _of_cuda, without="nothing can be replayed, as the current stream is asked for before"
+)
+_workspace = partial(
+    _of_cuda,
+    without="workspaces of cuBLAS are told by the sizes that this torch is known to use",
+    seen=("2.13",),
+)
 
-memory_stats: Callable[[int], Mapping[str, Any]] = NAMES.take(
-    "torch._C._cuda_memoryStats", without=_NO_CAPTURES, build="cuda"
+memory_stats: Callable[[int], Mapping[str, Any]] = _of_cuda(
+    "torch._C._cuda_memoryStats", without="no CUDA graph can be captured"
 )
 """The allocator's counters of a device, nested; the public function flattens them, which takes too
 long for every capture."""
 
-route_thread_to_pool: Callable[[int, Pool], None] = NAMES.take(
-    "torch._C._cuda_beginAllocateCurrentThreadToPool",
-    without="what eager breaks return cannot be allocated in the pool",
-    build="cuda",
+route_thread_to_pool: Callable[[int, Pool], None] = _routing(
+    "torch._C._cuda_beginAllocateCurrentThreadToPool"
 )
-stop_routing_to_pool: Callable[[int, Pool], None] = NAMES.take(
-    "torch._C._cuda_endAllocateToPool",
-    without="what eager breaks return cannot be allocated in the pool",
-    build="cuda",
-)
-release_pool: Callable[[int, Pool], None] = NAMES.take(
-    "torch._C._cuda_releasePool",
-    without="what eager breaks return cannot be allocated in the pool",
-    build="cuda",
-)
+stop_routing_to_pool: Callable[[int, Pool], None] = _routing("torch._C._cuda_endAllocateToPool")
+release_pool: Callable[[int, Pool], None] = _routing("torch._C._cuda_releasePool")
 
 empty_host_cache: Callable[[], None] = NAMES.take(
     "torch._C._host_emptyCache",
@@ -47,32 +47,15 @@ empty_host_cache: Callable[[], None] = NAMES.take(
 )
 """Frees pinned memory that nobody uses, and forgets its pools without a graph."""
 
-raw_stream_of: Callable[[int], int] = NAMES.take(
-    "torch._C._cuda_getCurrentRawStream",
-    without="nothing can be replayed, as the current stream is asked for before",
-    build="cuda",
-)
+raw_stream_of: Callable[[int], int] = _at_replays("torch._C._cuda_getCurrentRawStream")
 """The driver's handle of a device's current stream: every replay asks for it."""
+current_device: Callable[[], int] = _at_replays("torch._C._cuda_getDevice")
 
-current_device: Callable[[], int] = NAMES.take(
-    "torch._C._cuda_getDevice",
-    without="nothing can be replayed, as the current stream is asked for before",
-    build="cuda",
+cublas_workspace_bytes: Callable[[], int] | None = _workspace(
+    "torch._C._cuda_getCublasWorkspaceSize"
 )
-
-_NO_WORKSPACE_SIZE = "workspaces of cuBLAS are told by the sizes that this torch is known to use"
-
-cublas_workspace_bytes: Callable[[], int] | None = NAMES.take(
-    "torch._C._cuda_getCublasWorkspaceSize",
-    without=_NO_WORKSPACE_SIZE,
-    seen=("2.13",),
-    build="cuda",
-)
-cublaslt_workspace_bytes: Callable[[], int] | None = NAMES.take(
-    "torch._C._cuda_getCublasLtWorkspaceSize",
-    without=_NO_WORKSPACE_SIZE,
-    seen=("2.13",),
-    build="cuda",
+cublaslt_workspace_bytes: Callable[[], int] | None = _workspace(
+    "torch._C._cuda_getCublasLtWorkspaceSize"
 )
 
 demangle: Callable[[str], str] | None = NAMES.take(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import CodeType
 from typing import Any
 
+from graphrt.core.base.private_torch import imported
 from graphrt.errors import UnsupportedHostError
 
 MISSING: Any = object()
@@ -15,11 +15,8 @@ MISSING: Any = object()
 
 def find(module: str, path: str) -> Any:
     """The object of a dotted name of a module; `MISSING` if there is none."""
-    try:
-        value: Any = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise  # a package that the host's own modules import
+    value = imported(module)
+    if value is None:
         return MISSING
     for name in path.split("."):
         value = getattr(value, name, MISSING)

@@ -126,6 +126,14 @@ def test_a_budget_for_too_few_piecewise_sizes_steps_the_mode_down() -> None:
     assert "captures no PIECEWISE graphs" in fitted.left_out[0].why
 
 
+def test_a_budget_for_no_full_graph_steps_the_mode_down() -> None:
+    cost = {**pieces_take(1), FULL: GraphCost(99, 1, 4 * MIB, 0.25)}
+    fitted = plan(keys_of(BOTH, 1, 2, 4, 8), Budget(streams=8), cost, mode=BOTH)
+    assert fitted.resolution.mode is PIECEWISE
+    assert fitted.resolution.steps[-1].why == "the budget holds no FULL graph"
+    assert tokens(fitted, FULL) == [] and tokens(fitted, PIECEWISE) == [8, 4, 2, 1]
+
+
 @pytest.mark.parametrize(("fewest", "mode"), [(2, BOTH), (3, GraphMode.FULL_DECODE_ONLY)])
 def test_min_piecewise_sets_how_many_piecewise_sizes_keep_the_mode(
     fewest: int, mode: GraphMode

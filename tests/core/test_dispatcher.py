@@ -6,7 +6,6 @@ import random
 from collections import Counter
 
 import pytest
-import torch
 from brute_force import (
     KEYS,
     LIMITS,
@@ -270,22 +269,6 @@ def test_a_repeated_batch_is_dispatched_anew_after_publish_or_withdraw(ratio):
             told.add(step.descriptor)
             assert best == (preference(FULL, step.descriptor) if step.slot >= 0 else None)
     assert len(told) == {None: 5, 1.0: 2, 1.2: 3, 2.0: 4}[ratio]
-
-
-@pytest.mark.parametrize("field", [0, 1], ids=Batch._fields[:2])
-def test_a_tensor_count_in_a_batch_that_changes_changes_the_dispatch(field):
-    dispatcher = GraphDispatcher("FULL")
-    for count in (2, 4, 8):
-        dispatcher.publish(FULL, BatchDescriptor(8, count) if field else BatchDescriptor(count))
-    count = torch.tensor(2)
-    # `Batch` makes ints of its counts; only what goes around it has others.
-    counts = [8, None]
-    counts[field] = count
-    batch = tuple.__new__(Batch, (*counts, *Batch(1)[2:]))
-    for least in (2, 2, 2, 4, 8):
-        count.fill_(least)
-        assert dispatcher.step(batch).descriptor == dispatcher.dispatch(batch).descriptor
-        assert dispatcher.step(batch).descriptor[field] == least
 
 
 def test_editing_a_batchs_exclude_set_changes_its_next_dispatch():

@@ -86,7 +86,8 @@ def test_after_a_reset_workspaces_are_allocated_again_on_the_same_streams(left, 
     memory._streams = {n: Stream(n) for n in (1, 2, 3)}  # type: ignore[assignment]
     memory._with_workspace, memory._workspaces = {1}, asked  # type: ignore[assignment]
     monkeypatch.setattr(cuda_memory.GraphMemory, "_refresh", lambda self: None)
-    monkeypatch.setattr(cuda_memory.GraphMemory, "_graphs_left", lambda self: left)
+    memory._graphs = {object()} if left else set()  # type: ignore[assignment]
+    monkeypatch.setattr(cuda_memory, "captured_pool", lambda graph: (0, 1))
     monkeypatch.setattr(cuda_memory.GraphMemory, "allocating", lambda self: Routing())
     memory.before_reset()
     memory.after_reset()

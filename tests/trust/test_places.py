@@ -377,6 +377,24 @@ def in_property(value):
     return Own(), "global HELD_BY_PROPERTY", put
 
 
+def in_cached_property(value):
+    class Own:
+        @functools.cached_property
+        def scale(self):
+            return HELD_BY_CACHED_PROPERTY  # noqa: F821
+
+        def __call__(self, x):
+            return x * self.scale
+
+    def put(new):
+        globals()["HELD_BY_CACHED_PROPERTY"] = new
+
+    put(value)
+    # Once anybody has read its `__dict__`, the garbage collector tells of that alone.
+    assert "func" in vars(Own.__dict__["scale"])
+    return Own(), "global HELD_BY_CACHED_PROPERTY", put
+
+
 def in_static_method(value):
     class Own:
         @staticmethod

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import array
+import ctypes
 import time
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -244,6 +246,28 @@ def in_numpy() -> Callable[[int], float]:
     return advance
 
 
+def in_a_buffer(make: Callable[[], Any]) -> Callable[[int], float]:
+    log = make()
+
+    def advance(count: int) -> float:
+        log[0] += count
+        return float(log[0])
+
+    return advance
+
+
+def in_a_bytearray() -> Callable[[int], float]:
+    return in_a_buffer(lambda: bytearray(2))
+
+
+def in_an_array() -> Callable[[int], float]:
+    return in_a_buffer(lambda: array.array("l", [0, 0]))
+
+
+def in_ctypes() -> Callable[[int], float]:
+    return in_a_buffer(ctypes.c_long * 2)
+
+
 def by_a_second_number() -> Callable[[int], float]:
     held = SimpleNamespace(seen=0, before=0)
 
@@ -296,6 +320,9 @@ HOLDERS = (
     list_replaced,
     tupled,
     in_numpy,
+    in_a_bytearray,
+    in_an_array,
+    in_ctypes,
     by_a_second_number,
     at_a_threshold,
 )

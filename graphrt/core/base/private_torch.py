@@ -43,7 +43,7 @@ class PrivateName:
             path = f"{path}.{part}".lstrip(".")
             # A module goes before a function of its name: torch._inductor has one of each.
             is_package = value is None or "__path__" in getattr(value, "__dict__", ())
-            module = _imported(path) if is_package else None
+            module = imported(path) if is_package else None
             value = module or getattr(value, part, _NOTHING)
             if value is _NOTHING:
                 raise MissingTorchNameError(
@@ -88,8 +88,8 @@ class PrivateNames:
         return name.find() if name else name
 
 
-def _imported(path: str) -> Any:
-    """The module of that path, None if there is none."""
+def imported(path: str) -> Any:
+    """The module of that path, None if there is none; raises what a broken one raises."""
     try:
         return import_module(path)
     except ModuleNotFoundError as error:

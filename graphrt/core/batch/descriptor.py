@@ -205,7 +205,7 @@ class Batch(_Fields):
 
 
 def checked_batch(batch: object) -> Batch:
-    """Return `batch` with its counts as ints. Raises `InvalidBatchError` for an object that is no
+    """Return `batch` with its bounds as ints. Raises `InvalidBatchError` for an object that is no
     `Batch`, for a batch without tokens, and for counts that no int64 holds."""
     if not isinstance(batch, Batch):
         raise InvalidBatchError(
@@ -217,26 +217,19 @@ def checked_batch(batch: object) -> Batch:
     tokens, reqs, query_len, bounds, loras, variant, _ = batch
     if variant is not None and type(variant) is not str:
         checked_variant(variant)
-    if not (
-        type(tokens) is int
-        and (reqs is None or type(reqs) is int)
-        and (query_len is None or type(query_len) is int)
-        and type(loras) is int
-        and (bounds is _NO_BOUNDS or checked_bounds(bounds) is bounds)
-    ):
+    # Counts are ints already: nothing makes a `Batch` but its constructor.
+    if bounds is not _NO_BOUNDS and checked_bounds(bounds) is not bounds:
         batch = batch._replace(bounds=checked_bounds(bounds))
-        tokens, reqs, query_len, _, loras, _, _ = batch
     # By comparisons: a call of `max` is a tenth of a new batch's dispatch.
     if tokens > MOST or (reqs or 0) > MOST or (query_len or 0) > MOST or loras > MOST:
-        named = zip(Batch._fields, (tokens, reqs, query_len, 0, loras), strict=False)
-        for name, count in named:
+        for name, count in zip(Batch._fields, (tokens, reqs, query_len, 0, loras), strict=False):
             _count(name, count or 0)
-    if batch.num_tokens < 1:
+    if tokens < 1:
         advice = "Batch(num_tokens) with the live tokens of the step"
-        if batch.num_tokens == 0:
+        if tokens == 0:
             advice = "skip the step when nothing is scheduled"
         what, expected = "a batch needs at least one token", "num_tokens >= 1"
-        raise refused(what, batch.num_tokens, expected, advice, InvalidBatchError)
+        raise refused(what, tokens, expected, advice, InvalidBatchError)
     return batch
 
 

@@ -15,31 +15,24 @@ LIFT_FRESH = torch.ops.aten.lift_fresh.default
 class OperatorFacts(NamedTuple):
     """What is known of one overload of an operator."""
 
-    name: str
+    name: str = ""
     """Without the overload; "" for a higher-order operator, which has no schema."""
-    writes: tuple[tuple[int, str], ...]
+    writes: tuple[tuple[int, str], ...] = ()
     """The arguments that it writes, by position and name."""
-    is_aten: bool
-    is_view: bool
+    is_aten: bool = False
+    is_view: bool = False
     """Whether it reads and writes no memory, as it makes a view or changes a shape."""
-    makes_no_memory: bool
+    makes_no_memory: bool = False
     draws: bool = False
     """Whether it says that it draws random numbers."""
 
 
 @cache
 def facts_of(func: Any) -> OperatorFacts:
-    """The facts of an overload. A higher-order operator, which has no schema, counts as one that
-    writes nothing."""
+    """The facts of an overload. A higher-order operator, which has no schema, has the defaults."""
     schema = getattr(func, "_schema", None)
     if schema is None:
-        return OperatorFacts(
-            name="",
-            writes=(),
-            is_aten=False,
-            is_view=False,
-            makes_no_memory=False,
-        )
+        return OperatorFacts()
     writes, is_aten = writes_of(schema), schema.name.startswith("aten::")
     # For each result, whether it is an argument or a view of one.
     are_aliases = [result.alias_info is not None for result in schema.returns]

@@ -215,9 +215,6 @@ class Recorder:
     def record(self, body: Callable[[], R]) -> R:
         """Capture `body`; returns its result. If it raises, or is interrupted, everything is rolled
         back and the error explained."""
-        outer = active.get()
-        if outer is not None and outer.segment_open:
-            raise refusals.NESTED_CAPTURE()
         # A lock in C: no interrupt comes between taking it and the body, nor before its release.
         with self.pool.capture_lock:
             try:

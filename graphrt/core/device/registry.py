@@ -11,7 +11,6 @@ Nothing is looked for before somebody asks, and asking for a built-in by name im
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import os
 import sys
@@ -24,16 +23,19 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import Distribution, EntryPoint, distributions, entry_points
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import pluggy
 
 from graphrt.core.base.errors import PlatformError, warn_caller
 from graphrt.core.base.log import logger
 from graphrt.core.base.option_values import check_kind, flag, refused, shown
+from graphrt.core.base.private_torch import imported
 from graphrt.core.base.texts import error_line, printable
 from graphrt.core.device.contract import Capability, check_contract
 from graphrt.core.device.platform import Availability, Platform
+
+T = TypeVar("T")
 
 FAILURES = (Exception, SystemExit)
 """Errors for which a plugin is left out: a library that calls `sys.exit()` when it is imported must
@@ -72,16 +74,24 @@ class FoundPlatform:
     def availability(self) -> Availability:
         """Whether this machine can run the platform; asked once, then kept."""
         if self._availability is None and self.platform is not None:
-            try:
-                with self._undone():
-                    answer = self.platform.availability()
-                self._availability = Availability(answer.available, str(answer.reason))
-            except FAILURES as error:
-                self.failed("failed availability()", error)
-            except BaseException:
-                self.interrupted()
-                raise
+            ask = partial(_availability_of, self.platform)
+            # Where it fails, `failed` gives the answer.
+            self._availability = self.result(ask, "failed availability()") or self._availability
         return self._availability or Availability(False)
+
+    def result(self, call: Callable[[], T], how: str | None = None) -> T | None:
+        """What a call of the plugin's code gives. With `how`, an error is noted, and gives None."""
+        try:
+            with self._undone():
+                return call()
+        except FAILURES as error:
+            if how is None:
+                raise
+            self.failed(how, error)
+        except BaseException:
+            self._interrupted()
+            raise
+        return None
 
     def failed(self, how: str, error: BaseException) -> FoundPlatform:
         """Note, and warn, that a call of the plugin raised: it is not available from now on."""
@@ -99,7 +109,7 @@ class FoundPlatform:
         )
         return self
 
-    def interrupted(self) -> None:
+    def _interrupted(self) -> None:
         """Log how to leave out a plugin that hangs, or raises what ends the process."""
         if self.file is not None:
             text = "interrupted in plugin %s (%s); %s=off imports no plugins"
@@ -260,7 +270,7 @@ class PlatformRegistry:
         if not must_be_available:
             return platform
         _check_available(platform, named[0].availability)
-        self._start(named[0])
+        named[0].result(partial(_run_start, platform))
         if platform.by_name_only:
             self._simulated_types.add(platform.device_type)
         return platform
@@ -296,19 +306,8 @@ class PlatformRegistry:
         if out_of_tree and self._group is not None:
             self._announce(chosen)
         platform: Platform = chosen.platform  # type: ignore[assignment]
-        self._start(chosen)
+        chosen.result(partial(_run_start, platform))
         return platform
-
-    def _start(self, found: FoundPlatform) -> None:
-        """Start a platform that was found, and is available."""
-        try:
-            with self._undone():
-                _run_start(found.platform)
-        except FAILURES:
-            raise
-        except BaseException:
-            found.interrupted()
-            raise
 
     def _announce(self, chosen: FoundPlatform) -> None:
         """Warn once that a plugin's platform is the default, if nobody has named one of the two."""
@@ -345,27 +344,16 @@ class PlatformRegistry:
             unknown -= names
             if allowed and not allowed & names:
                 continue
-            record = FoundPlatform(name, "plugin", file=_file_of_distribution(entry_point.dist))
-            before = len(self._registered)
-            try:
-                with self._undone():
-                    _check_entry_point(entry_point, owner)
-                    record.file = _file_of(entry_point.module)
-                    logger.info("importing plugin %s (%s)", name, printable(entry_point.value))
-                    plugin = entry_point.load()
-                    added = {each for _, each in self._registered[before:]}
-                    if self._plugins.is_registered(plugin):
-                        added |= {str(self._plugins.get_name(plugin))}
-                    # It may have registered an object of its own instead.
-                    added = added or {self.register(plugin, name)}
-                self._files = {**dict.fromkeys(added, _file_of(entry_point.module)), **self._files}
-                if allowed:
-                    self._named |= added
-            except FAILURES as error:
-                broken.append(record.failed("could not be imported", error))
-            except BaseException:
-                record.interrupted()
-                raise
+            file = _file_of_distribution(entry_point.dist)
+            record = FoundPlatform(name, "plugin", file=file, _undone=self._undone)
+            load = partial(self._import, record, entry_point)
+            added = record.result(load, "could not be imported")
+            if added is None:
+                broken.append(record)
+                continue
+            self._files = {**dict.fromkeys(added, _file_of(entry_point.module)), **self._files}
+            if allowed:
+                self._named |= added
         if unknown:
             warn_caller(
                 f"{PLUGINS_VARIABLE} names {', '.join(map(repr, sorted(unknown)))}, and no such "
@@ -374,21 +362,28 @@ class PlatformRegistry:
             )
         return broken
 
+    def _import(self, record: FoundPlatform, entry_point: EntryPoint) -> set[str]:
+        """Import an installed plugin; returns the names that it, or what it registered, has."""
+        before = len(self._registered)
+        _check_entry_point(entry_point)
+        record.file = _file_of(entry_point.module)
+        logger.info("importing plugin %s (%s)", record.plugin, printable(entry_point.value))
+        plugin = entry_point.load()
+        added = {each for _, each in self._registered[before:]}
+        if self._plugins.is_registered(plugin):
+            added |= {str(self._plugins.get_name(plugin))}
+        # It may have registered an object of its own instead.
+        return added or {self.register(plugin, record.plugin)}
+
     def _load(
         self, plugin: FoundPlatform, ask: Callable[[], list[Platform]]
     ) -> list[FoundPlatform]:
         """The platforms of a plugin or a built-in, which is asked once."""
         source = plugin.origin, plugin.name or plugin.plugin
         if source not in self._found:
-            try:
-                with self._undone():
-                    given = ask()
-                self._found[source] = [replace(plugin, name=p.name, platform=p) for p in given]
-            except FAILURES as error:
-                self._found[source] = [plugin.failed("could not give its platforms", error)]
-            except BaseException:
-                plugin.interrupted()
-                raise
+            platforms = plugin.result(ask, "could not give its platforms")
+            each_of = [replace(plugin, name=p.name, platform=p) for p in platforms or ()]
+            self._found[source] = [plugin] if platforms is None else each_of
         return self._found[source]
 
     def _built_in(self, name: str) -> list[FoundPlatform]:
@@ -442,6 +437,11 @@ def resolve_platform(
         _check_available(platform, platform.availability())
         _run_start(platform)
     return platform
+
+
+def _availability_of(platform: Platform) -> Availability:
+    answer = platform.availability()
+    return Availability(answer.available, str(answer.reason))
 
 
 def _check_available(platform: Platform, found: Availability) -> None:
@@ -539,9 +539,9 @@ def _name_of(dist: Distribution | None) -> str | None:
         return None
 
 
-def _check_entry_point(point: EntryPoint, owner: str | None) -> None:
+def _check_entry_point(point: EntryPoint) -> None:
     """Raise `PlatformError` for an entry point that was not written by a build tool."""
-    if point.dist is not None and not owner:
+    if point.dist is not None and not _name_of(point.dist):
         what = "the METADATA of its distribution has no readable Name"
         raise PlatformError(what, expected="Name: ...", advice="install it again")
     if point.pattern.match(point.value) is None:
@@ -578,13 +578,8 @@ def _file_of(module: str) -> str:
 def _made_of(path: str) -> list[Platform]:
     """The platform of a dotted path; none if its module is not there."""
     module, _, attribute = path.partition(":")
-    try:
-        return [getattr(importlib.import_module(module), attribute)()]
-    except ModuleNotFoundError as error:
-        # Only a missing part of this path means "not there"; else its import is broken.
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise
-        return []
+    found = imported(module)
+    return [] if found is None else [getattr(found, attribute)()]
 
 
 def _platforms_of(hook: pluggy.HookImpl) -> list[Platform]:

@@ -155,23 +155,15 @@ class StaticInputs:
             batch = batch_of(self, live) if batch is None else checked_batch(batch)
             rows = batch.num_tokens, reqs_of(self, batch, live or None)
             for name in missing:
-                spec = self.declared.specs[name]
-                flat[name] = torch.full(
-                    spec.sizes(*rows), spec.pad_value, dtype=spec.dtype, device="cpu"
-                )
+                flat[name] = self.declared.specs[name].padding(*rows)
         return batch, self.nest(flat)
 
     def slot(self, batch: Batch) -> InputSlot:
         """Host memory for the live rows of a batch. Raises `InvalidBatchError`."""
         batch = checked_batch(batch)
-        reqs = reqs_of(self, batch, None)
-        tensors = {
-            name: torch.full(
-                spec.sizes(batch.num_tokens, reqs), spec.pad_value, dtype=spec.dtype, device="cpu"
-            )
-            for name, spec in self.declared.specs.items()
-        }
-        return InputSlot(batch, tensors)
+        rows = batch.num_tokens, reqs_of(self, batch, None)
+        specs = self.declared.specs.items()
+        return InputSlot(batch, {name: spec.padding(*rows) for name, spec in specs})
 
     def nest(self, flat: dict[str, Any]) -> dict[str, Any]:
         """The arguments of the forward, by their dotted names, as nested dicts again."""
@@ -189,12 +181,7 @@ class StaticInputs:
     def copies(self, values: Mapping[str, Any], tokens: int, reqs: int) -> dict[str, torch.Tensor]:
         """Copies of a step's inputs by (dotted) name, where the buffers are: for a step that no
         graph serves. Raises `InvalidInputError`."""
-        inputs = self.declared.check(values, tokens, reqs)
-        try:
-            return self.copied(inputs)
-        except (NotImplementedError, RuntimeError) as error:
-            self.declared.check(values, tokens, reqs, error)
-            raise
+        return self.copied(self.declared.check(values, tokens, reqs))
 
     def copied(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Copies of tensors where the buffers are."""

@@ -101,6 +101,10 @@ class InputSpec:
             for size in self.shape
         )
 
+    def padding(self, tokens: int, reqs: int) -> torch.Tensor:
+        """Padding in all rows of a batch of this size, on the host."""
+        return torch.full(self.sizes(tokens, reqs), self.pad_value, dtype=self.dtype, device="cpu")
+
 
 Inputs: TypeAlias = Mapping[str, "InputSpec | torch.Tensor | Mapping[str, Any]"]
 """What a runner is told of its inputs: the spec of each by name, or a tensor like it; a mapping is

@@ -173,7 +173,8 @@ def capture_sizes(
             advice=advice,
         )
     reqs = _decode_reqs(query_lens, max_num_reqs, max_num_tokens)
-    widest = max(spans[-1][1] * q for q, spans in reqs.items() if spans)
+    most = {q: spans[-1][1] if spans else 0 for q, spans in reqs.items()}
+    widest = max(q * num_reqs for q, num_reqs in most.items())
     top = max(cap, widest if scheduled else 0) if max_size is None else max_size
     top = min(top, max_num_tokens)
     limit = top if max_size is not None else min(widest * 2, top)
@@ -182,7 +183,6 @@ def capture_sizes(
     listed = None if sizes is None else _cut(tuple(sizes), max_num_tokens, max_size)
     _refuse_many(len(lengths) * (top // 16 if listed is None else len(listed)))
     ladders: dict[int, tuple[int, ...]] = {}
-    most = {q: spans[-1][1] if spans else 0 for q, spans in reqs.items()}
     if listed is not None:
         tokens = max_num_tokens if max_size is None else limit
         for q in lengths:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -255,17 +255,9 @@ def report_lines(figures: Mapping[str, Any], between: Iterable[str] = ()) -> Ite
         title += f", {size_text(size)} of {whose}" if size else ""
     yield title
     yield from between
+    is_timed = any(graph.get("replay_s") for graph in graphs)
     if graphs:
-        shown = sorted(graphs, key=lambda graph: -graph["steps"])[:_MOST_ROWS]
-        titles = ("graph", "steps", "padding", "capture", "pool", "trial", *GAIN_TITLES)
-        rows = [titles, *(_row(graph) for graph in graphs if graph in shown)]
-        is_timed = any(graph.get("replay_s") for graph in graphs)
-        if not is_timed:
-            rows = [row[:-3] for row in rows]
-        yield from ("", *aligned(rows))
-        if len(shown) < len(graphs):
-            yield f"... and {len(graphs) - len(shown)} graphs with fewer steps"
-        yield ""
+        yield from _table(graphs, is_timed=is_timed)
     total = sum(each["steps"] for each in figures["steps"])
     reasons = ", ".join(f"{each['steps']:,} {each['reason']}" for each in figures["steps"])
     yield f"Steps: {total:,}" + (f": {reasons}" if reasons else "")
@@ -280,6 +272,17 @@ def report_lines(figures: Mapping[str, Any], between: Iterable[str] = ()) -> Ite
     yield from _changes(figures["trust"])
     if graphs and not is_timed:
         yield "Times: none; runner.measure() compares steps by graphs with eager ones"
+
+
+def _table(graphs: Sequence[Mapping[str, Any]], *, is_timed: bool) -> Iterator[str]:
+    """The graphs with the most steps, between empty lines."""
+    shown = sorted(graphs, key=lambda graph: -graph["steps"])[:_MOST_ROWS]
+    titles = ("graph", "steps", "padding", "capture", "pool", "trial", *GAIN_TITLES)
+    rows = [titles, *(_row(graph) for graph in graphs if graph in shown)]
+    yield from ("", *aligned(rows if is_timed else [row[: -len(GAIN_TITLES)] for row in rows]))
+    if len(shown) < len(graphs):
+        yield f"... and {len(graphs) - len(shown)} graphs with fewer steps"
+    yield ""
 
 
 def _changes(trust: Mapping[str, Any]) -> Iterator[str]:

@@ -69,13 +69,12 @@ def capture_dependencies(stream: int) -> tuple[int, list[int]]:
     return graph.value, [nodes[index] or 0 for index in range(count.value)]
 
 
-def restart_capture(stream: int) -> bool:
+def restart_capture(stream: int) -> None:
     """Drop what `stream` captures, be it valid or not, and begin an empty capture instead."""
     library = _library()
-    if library is None:
-        return False
-    end_capture(stream)
-    return bool(library.cuStreamBeginCapture_v2(pointer(stream), _THREAD_LOCAL) == 0)
+    if library is not None:
+        end_capture(stream)
+        library.cuStreamBeginCapture_v2(pointer(stream), _THREAD_LOCAL)
 
 
 def end_capture(stream: int) -> None:
@@ -98,35 +97,32 @@ def driver_available() -> bool:
 def node_count(graph: int) -> int:
     """How many nodes a template has."""
     count = ctypes.c_size_t(0)
-    status = need().cuGraphGetNodes(pointer(graph), None, ctypes.byref(count))
-    check("cuGraphGetNodes", status)
+    call("cuGraphGetNodes", pointer(graph), None, ctypes.byref(count))
     return count.value
 
 
 def begin_capture(stream: int) -> None:
     """Begin a capture of this thread on `stream`, which torch knows nothing of."""
-    status = need().cuStreamBeginCapture_v2(pointer(stream), _THREAD_LOCAL)
-    check("cuStreamBeginCapture", status)
+    call("cuStreamBeginCapture_v2", pointer(stream), _THREAD_LOCAL)
 
 
 def finish_capture(stream: int) -> int:
     """End the capture on `stream`; its template lives until `destroy_graph`."""
     graph = ctypes.c_void_p()
-    check("cuStreamEndCapture", need().cuStreamEndCapture(pointer(stream), ctypes.byref(graph)))
+    call("cuStreamEndCapture", pointer(stream), ctypes.byref(graph))
     assert graph.value is not None
     return graph.value
 
 
 def upload(executable: int, stream: int) -> None:
     """Bring an executable graph to the device, on `stream`: else its first launch does."""
-    status = need().cuGraphUpload(pointer(executable), pointer(stream))
-    check("cuGraphUpload", status)
+    call("cuGraphUpload", pointer(executable), pointer(stream))
 
 
 def new_stream(priority: int) -> int:
     """A stream of the current device, which no work on the legacy default stream waits for."""
-    stream, create = ctypes.c_void_p(), need().cuStreamCreateWithPriority
-    check("cuStreamCreateWithPriority", create(ctypes.byref(stream), _NON_BLOCKING, priority))
+    stream = ctypes.c_void_p()
+    call("cuStreamCreateWithPriority", ctypes.byref(stream), _NON_BLOCKING, priority)
     assert stream.value is not None
     return stream.value
 
@@ -193,10 +189,15 @@ def _primary_context(library: ctypes.CDLL, index: int) -> int:
     return context.value
 
 
-def check(call: str, status: int) -> None:
-    """Raise `DriverError` unless a call succeeded."""
+def call(function: str, *arguments: object) -> None:
+    """Call a function of the driver; raises `DriverError` unless it succeeds."""
+    check(function, getattr(need(), function)(*arguments))
+
+
+def check(function: str, status: int) -> None:
+    """Raise `DriverError` unless a call of a function has succeeded."""
     if status:
-        raise DriverError(f"the CUDA driver refused {call}", got=f"CUresult {status}")
+        raise DriverError(f"the CUDA driver refused {function}", got=f"CUresult {status}")
 
 
 class DriverError(GraphRTError):

@@ -9,7 +9,7 @@ from functools import cache
 import torch
 
 from graphrt.cuda.driver._fetch_ptx import NAME, PTX, THREADS
-from graphrt.cuda.driver.api import INVALID_CONTEXT, check, enter_context, need, pointer
+from graphrt.cuda.driver.api import INVALID_CONTEXT, call, check, enter_context, need, pointer
 from graphrt.cuda.private_torch import raw_stream_of
 from graphrt.cuda.ring.format import RingFormat, slot_bytes
 
@@ -84,7 +84,7 @@ class FetchRing:
 
 def _context() -> int:
     context = ctypes.c_void_p()
-    check("cuCtxGetCurrent", need().cuCtxGetCurrent(ctypes.byref(context)))
+    call("cuCtxGetCurrent", ctypes.byref(context))
     return context.value or 0
 
 
@@ -92,11 +92,7 @@ def _context() -> int:
 def _function(context: int) -> int:
     """The kernel in a context, which is current; it stays loaded as long as the process lives."""
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
-    library = need()
-    check("cuModuleLoadData", library.cuModuleLoadData(ctypes.byref(module), PTX))
-    check(
-        "cuModuleGetFunction",
-        library.cuModuleGetFunction(ctypes.byref(function), module, NAME),
-    )
+    call("cuModuleLoadData", ctypes.byref(module), PTX)
+    call("cuModuleGetFunction", ctypes.byref(function), module, NAME)
     assert function.value is not None
     return function.value

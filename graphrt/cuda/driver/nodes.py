@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
-from graphrt.cuda.driver.api import check, need, node_count, pointer
+from graphrt.cuda.driver.api import call, check, need, node_count, pointer
 
 _INVALID_VALUE = 1
 _OUT_OF_MEMORY = 2
@@ -17,7 +17,7 @@ MEMORY_NAMES = {1: "Memcpy", 2: "Memset"}
 
 def destroy_graph(graph: int) -> None:
     """Destroy a template that no graph of torch owns."""
-    check("cuGraphDestroy", need().cuGraphDestroy(pointer(graph)))
+    call("cuGraphDestroy", pointer(graph))
 
 
 def set_node(executable: int, node: int, kind: int, source: int) -> bool:
@@ -34,7 +34,7 @@ def set_node(executable: int, node: int, kind: int, source: int) -> bool:
         status = getattr(library, name)(*into, ctypes.byref(launch))
     else:
         context = ctypes.c_void_p()
-        check("cuCtxGetCurrent", library.cuCtxGetCurrent(ctypes.byref(context)))
+        call("cuCtxGetCurrent", ctypes.byref(context))
         name = f"cuGraphExec{MEMORY_NAMES[kind]}NodeSetParams"
         status = getattr(library, name)(*into, memory_parameters(source, kind), context)
     if status in _REFUSALS:
@@ -47,8 +47,7 @@ def memory_parameters(node: int, kind: int) -> bytes:
     """The parameters of a copy or fill node."""
     # Large enough for either; the rest stays zero.
     parameters = (ctypes.c_char * 256)()
-    name = f"cuGraph{MEMORY_NAMES[kind]}NodeGetParams"
-    check(name, getattr(need(), name)(pointer(node), parameters))
+    call(f"cuGraph{MEMORY_NAMES[kind]}NodeGetParams", pointer(node), parameters)
     return parameters.raw
 
 
@@ -87,22 +86,20 @@ def nodes_of(graph: int) -> list[int]:
     if not count.value:
         return []  # arrays of no length are refused
     nodes = (ctypes.c_void_p * count.value)()
-    status = need().cuGraphGetNodes(pointer(graph), nodes, ctypes.byref(count))
-    check("cuGraphGetNodes", status)
+    call("cuGraphGetNodes", pointer(graph), nodes, ctypes.byref(count))
     return [node or 0 for node in nodes]
 
 
 def edges(graph: int) -> list[tuple[int, int, bytes]]:
     """The edges of a template: source, target, and the bytes of the edge's kind."""
     count = ctypes.c_size_t(0)
-    ask = need().cuGraphGetEdges_v2
-    check("cuGraphGetEdges", ask(pointer(graph), None, None, None, ctypes.byref(count)))
+    call("cuGraphGetEdges_v2", pointer(graph), None, None, None, ctypes.byref(count))
     if not count.value:
         return []  # arrays of no length are refused
     sources = (ctypes.c_void_p * count.value)()
     targets = (ctypes.c_void_p * count.value)()
     kinds = (ctypes.c_char * 8 * count.value)()
-    check("cuGraphGetEdges", ask(pointer(graph), sources, targets, kinds, ctypes.byref(count)))
+    call("cuGraphGetEdges_v2", pointer(graph), sources, targets, kinds, ctypes.byref(count))
     return [
         (source or 0, target or 0, bytes(kind))
         for source, target, kind in zip(sources, targets, kinds, strict=True)
@@ -112,18 +109,14 @@ def edges(graph: int) -> list[tuple[int, int, bytes]]:
 def node_type(node: int) -> int:
     """What a node does (CUgraphNodeType)."""
     kind = ctypes.c_int(-1)
-    check(
-        "cuGraphNodeGetType",
-        need().cuGraphNodeGetType(pointer(node), ctypes.byref(kind)),
-    )
+    call("cuGraphNodeGetType", pointer(node), ctypes.byref(kind))
     return kind.value
 
 
 def kernel_parameters(node: int) -> KernelParameters:
     """How the kernel of a node is launched."""
     parameters = KernelParameters()
-    status = need().cuGraphKernelNodeGetParams_v2(pointer(node), ctypes.byref(parameters))
-    check("cuGraphKernelNodeGetParams", status)
+    call("cuGraphKernelNodeGetParams_v2", pointer(node), ctypes.byref(parameters))
     return parameters
 
 
@@ -169,6 +162,5 @@ def tools_id(node: int) -> int | None:
 def child_graph(node: int) -> int:
     """The template of a child graph, which its node owns."""
     graph = ctypes.c_void_p()
-    status = need().cuGraphChildGraphNodeGetGraph(pointer(node), ctypes.byref(graph))
-    check("cuGraphChildGraphNodeGetGraph", status)
+    call("cuGraphChildGraphNodeGetGraph", pointer(node), ctypes.byref(graph))
     return graph.value or 0

@@ -12,12 +12,8 @@ import torch
 from graphrt.core.base.errors import StaleInputError
 from graphrt.cuda.ring.format import RingDevice, RingFormat
 
-_PROGRESS, _FAULT, _FOUND, _GIVEN = (
-    RingFormat.PROGRESS,
-    RingFormat.FAULT,
-    RingFormat.FOUND,
-    RingFormat.GIVEN,
-)
+_PROGRESS, _GIVEN = RingFormat.PROGRESS, RingFormat.GIVEN
+_FAULT, _FOUND = RingFormat.FAULT, RingFormat.FOUND
 _PATIENCE_S, _NAP_S = 5.0, 20e-6
 _LEAST_BYTES = 4 << 10
 _TRIES = 7

@@ -200,6 +200,18 @@ def new_keys(place: Place) -> list[Any]:
     return new if names is None else [key for key in new if key in names]
 
 
+def _or_missing(get: Callable[[Any, Any], object], error: type[Exception]) -> Callable[..., object]:
+    """`get`, but `MISSING` where it raises `error`: the slot is gone or empty."""
+
+    def get_or_missing(holder: Any, key: Any) -> object:
+        try:
+            return get(holder, key)
+        except error:
+            return MISSING
+
+    return get_or_missing
+
+
 def _item(holder: dict[Any, Any], key: object) -> object:
     return dict.get(holder, key, MISSING)
 
@@ -218,10 +230,7 @@ def _odd_item(holder: dict[Any, Any], key: object) -> object:
 
 
 def _element(holder: Any, index: int) -> object:
-    try:
-        return base_of(holder).__getitem__(holder, index)
-    except IndexError:
-        return MISSING
+    return base_of(holder).__getitem__(holder, index)
 
 
 def _set_element(holder: Any, index: int, value: object) -> None:
@@ -247,13 +256,6 @@ def _set_members(holder: set[Any], key: None, value: Any) -> None:
     set.update(holder, () if value is MISSING else value)
 
 
-def _cell(cell: CellType, key: None) -> object:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return MISSING
-
-
 def _set_cell(cell: CellType, key: None, value: object) -> None:
     if value is MISSING:
         del cell.cell_contents
@@ -261,11 +263,7 @@ def _set_cell(cell: CellType, key: None, value: object) -> None:
         cell.cell_contents = value
 
 
-def _field(holder: object, descriptor: Any) -> object:
-    try:
-        return descriptor.__get__(holder)
-    except AttributeError:
-        return MISSING
+_field = _or_missing(lambda holder, descriptor: descriptor.__get__(holder), AttributeError)
 
 
 def _set_field(holder: object, descriptor: Any, value: object) -> None:
@@ -273,13 +271,6 @@ def _set_field(holder: object, descriptor: Any, value: object) -> None:
         descriptor.__set__(holder, value)
     elif _field(holder, descriptor) is not MISSING:
         descriptor.__delete__(holder)
-
-
-def _attributes(holder: object, dict_of: Callable[[Any], dict[str, Any]]) -> object:
-    try:
-        return dict_of(holder)
-    except TypeError:  # it is of another class by now, as `nn.LazyLinear` becomes
-        return MISSING
 
 
 def _class_attribute(holder: type, name: str) -> object:
@@ -296,14 +287,6 @@ def _set_class_attribute(holder: type, name: str, value: object) -> None:
 def _target(ref: Any, key: None) -> object:
     target = weakref.ref.__call__(ref)
     return MISSING if target is None else target
-
-
-def _context_value(variable: Any, key: None) -> object:
-    # The variable's own default comes before one that is handed in.
-    try:
-        return variable.get()
-    except LookupError:
-        return MISSING
 
 
 def base_of(container: Any) -> Any:
@@ -383,13 +366,6 @@ def _contents(buffer: Any, key: None = None) -> Any:
     return bytes(buffer) if type(buffer) is bytearray else buffer.tobytes()
 
 
-def _part(tensor: torch.Tensor, part: Callable[[torch.Tensor], object]) -> object:
-    try:
-        return part(tensor)
-    except RuntimeError:  # it has no memory any more that may be read
-        return MISSING
-
-
 def _set_memory(held: torch.Tensor, memory: torch.Tensor, address: object) -> None:
     if address == memory.data_ptr():
         held.data = memory.detach()
@@ -419,7 +395,7 @@ DEFAULT = Way(_item, _set_item)
 """An attribute that is its class' as long as the object's own is empty."""
 ODD_ITEM = Way(_odd_item)
 """A value of a dict with keys whose hash is the user's: found by identity."""
-ELEMENT = Way(_element, _set_element)
+ELEMENT = Way(_or_missing(_element, IndexError), _set_element)
 """An item of a list or deque."""
 TUPLE_ITEM = Way(_tuple_item)
 """An item of the tuple that is at a place now."""
@@ -427,18 +403,23 @@ MEMBER = Way(_member)
 """One object of a set, found by identity."""
 MEMBERS = Way(lambda holder, key: frozenset(holder), _set_members, anew=True)
 """All members of a set of plain values, as a frozenset."""
-CELL = Way(_cell, _set_cell)
+CELL = Way(_or_missing(lambda cell, key: cell.cell_contents, ValueError), _set_cell)
 """A variable of a closure."""
 FIELD = Way(_field, _set_field)
 """An attribute that a descriptor of C keeps: one of `__slots__`, or a function's defaults."""
 TYPE = Way(lambda holder, key: type(holder))
 """The class of an object."""
-ATTRIBUTES = Way(_attributes)
-"""The `__dict__` of an object, by what returns that of its class."""
+ATTRIBUTES = Way(_or_missing(lambda holder, dict_of: dict_of(holder), TypeError))
+"""The `__dict__` of an object, by what returns that of its class. It may be of another class by
+now, as `nn.LazyLinear` becomes."""
 CLASS_ATTRIBUTE = Way(_class_attribute, _set_class_attribute)
 TARGET = Way(_target)
 """The referent of a weak reference."""
-CONTEXT_VALUE = Way(_context_value, lambda variable, key, value: variable.set(value))
+CONTEXT_VALUE = Way(
+    # The variable's own default comes before one that is handed in.
+    _or_missing(lambda variable, key: variable.get(), LookupError),
+    lambda variable, key, value: variable.set(value),
+)
 """The value of a context variable in the current context."""
 CONTENTS = Way(items_of, _refill, same_items, anew=True)
 """All that is in a container; of a set its members: theirs is the hash, which is not asked."""
@@ -459,8 +440,9 @@ IDS = Way(lambda holder, base: [*map(id, items_of(holder, base))], same=operator
 """All that is in a dict with keys whose hash is the user's, by identity."""
 BYTES = Way(lambda holder, key: (holder.shape, holder.tobytes()), anew=True)
 """The shape and the elements of an array of NumPy's."""
-PART = Way(_part, anew=True)
-"""A part of where a tensor is: its address, shape, strides, dtype or device."""
+PART = Way(_or_missing(lambda tensor, part: part(tensor), RuntimeError), anew=True)
+"""A part of where a tensor is: its address, shape, strides, dtype or device; `MISSING` once it has
+no memory that may be read."""
 MEMORY = Way(lambda held, memory: held.data_ptr(), _set_memory, operator.eq)
 """The address of a tensor's memory, which `set_` and `.data =` change. The place's key is an alias
 of the first memory: it keeps that alive, so that no other memory gets its address."""
