@@ -39,7 +39,7 @@ class Engine:
             ),
             kv_transfer_config=None,
             quant_config=None,
-            model_config=None,
+            model_config=SimpleNamespace(hf_text_config=SimpleNamespace(model_type="llama")),
             speculative_config=None,
         )
         for module in (attention, attention_utils):

@@ -18,7 +18,9 @@ from tests.hosts.engine_suite import run_suite
 
 TESTS = (
     "compilation/a2/test_acl_graph.py",
+    "compilation/test_lora_graph_params.py",
     "device_allocator/test_sleep_mem_optimized.py",
+    "spec_decode/test_eagle_aclgraph_source_regression.py",
     "worker/test_encoder_acl_graph.py",
 )
 
