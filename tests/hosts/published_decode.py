@@ -15,6 +15,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 
 LAYERS, HEADS, WIDTH, BLOCK, BLOCKS, PAGES, WORDS = 3, 2, 128, 128, 64, 4, 50
@@ -28,6 +29,7 @@ KINDS = {
     "layers": "each layer has lengths of its own, found by its name (Gemma 4)",
     "paged": "paged attention",
     "mixed": "paged attention in every other layer, in one list with FIA (after 0.23)",
+    "ranks": "decode context parallelism, one rank's lengths of two (after 0.23)",
     "draft": "a merged draft: the graph holds all its steps, each with its own lengths",
 }
 
@@ -44,6 +46,13 @@ class Engine:
         self.attention, self.acl, self.modes = attention, acl_graph, CUDAGraphMode
         self.kind, self.drafts = kind, DRAFTS if kind == "draft" else 1
         self.own_lengths = kind in ("layers", "mixed", "draft")
+        self.implementation = attention.AscendAttentionBackendImpl
+        self.backend, self.metadata_class = (
+            attention.AscendAttentionBackend,
+            attention.AscendMetadata,
+        )
+        if kind == "ranks":
+            self._take_ranks()
         # As little of vLLM's configuration as attention reads.
         self.config = SimpleNamespace(
             compilation_config=SimpleNamespace(cudagraph_mode=CUDAGraphMode.FULL),
@@ -80,8 +89,23 @@ class Engine:
         acl_graph.set_graph_params(list(SIZES))
         acl_graph.set_draft_graph_params(list(SIZES))
 
+    def _take_ranks(self) -> None:
+        """Attention of decode context parallelism, but for its communication with other ranks."""
+        from vllm_ascend.attention.context_parallel import attention_cp, common_cp
+
+        implementation = attention_cp.AscendAttentionDCPImpl
+        group = SimpleNamespace(world_size=1, rank_in_group=1, device_group=None)
+        common_cp.get_dcp_group = lambda: group  # type: ignore[attr-defined]
+        implementation._merge_dcp_attention_output = lambda self, out, *rest: out
+        implementation.forward_fused_infer_attention = (  # type: ignore[method-assign]
+            lambda self, query, key, value, metadata, out: self._forward_decode_dcp(query, metadata)
+        )
+        self.implementation = implementation
+        self.metadata_class = attention_cp.AscendAttentionDCPMetadata
+        self.backend = SimpleNamespace(get_impl_cls=lambda: implementation)
+
     def _layer(self, index: int) -> Any:
-        layer = self.attention.AscendAttentionBackendImpl(
+        layer = self.implementation(
             HEADS, WIDTH, WIDTH**-0.5, HEADS, None, None, "auto", None, "decoder", None
         )
         layer._layer_name = name(index)
@@ -113,7 +137,7 @@ class Engine:
     def _metadata(self, tokens: int, lens: list[int], draft: int, layer: int) -> Any:
         if self.own_lengths:
             lens = [max(1, length - draft - 40 * layer) for length in lens]
-        return self.attention.AscendMetadata(
+        metadata = self.metadata_class(
             attn_mask=self.mask,
             attn_state=self.attention.AscendAttentionState.DecodeOnly,
             num_actual_tokens=tokens,
@@ -123,6 +147,13 @@ class Engine:
             block_tables=self.table[:tokens],
             slot_mapping=self.slots,
         )
+        if self.kind == "ranks":
+            from vllm_ascend.attention.context_parallel.attention_cp import AscendMetadataForDecode
+
+            by_rank = np.array([[0, length] for length in lens])
+            metadata.num_decodes = tokens
+            metadata.decode_meta = AscendMetadataForDecode(by_rank, self.table[:tokens])
+        return metadata
 
     def context(self, tokens: int, lens: list[int], mode: Any, has_lora: bool) -> Any:
         from vllm.forward_context import BatchDescriptor, ForwardContext
@@ -156,7 +187,7 @@ class Engine:
             out: torch.Tensor = self.wrapper(self.ids[:tokens], self.slots[:tokens])
             if mode is self.modes.FULL and not context.capturing:
                 self.acl.update_full_graph_params(
-                    self.attention.AscendAttentionBackend,
+                    self.backend,
                     self.update_stream,
                     context,
                     tokens,
