@@ -196,14 +196,6 @@ class ACLGraphWrapper:
             self._ahead = segment, host
         return True
 
-    def refuse_if_waiting(self, host: Any) -> None:
-        """End the launched graph of the engine's context `host`, which no update has reached, and
-        raise `MissingUpdateError` with its key; nothing if none waits."""
-        entry = self._entry_of(host)
-        waiting = None if entry is None else entry.waiting
-        if self._graphs is not None and waiting is not None and waiting is self._graphs.pool.owner:
-            refuse_waiting()
-
     def _entry_of(self, host: Any) -> DeferrableEntry | None:
         """The graph of the engine's context `host`."""
         descriptor = self._descriptors.get(getattr(host, "batch_descriptor", None))
