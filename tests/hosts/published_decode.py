@@ -29,6 +29,7 @@ KINDS = {
     "layers": "each layer has lengths of its own, found by its name (Gemma 4)",
     "paged": "paged attention",
     "mixed": "paged attention in every other layer, in one list with FIA (after 0.23)",
+    "alone": "graphs captured without the wrapper, as the V2 model runner does",
     "ranks": "decode context parallelism, one rank's lengths of two (after 0.23)",
     "draft": "a merged draft: the graph holds all its steps, each with its own lengths",
 }
@@ -84,8 +85,11 @@ class Engine:
         self.pages = pages.view(max(SIZES), PAGES)
         self.table = self.pages.int().npu()
         self.mask = torch.triu(torch.ones(2048, 2048), 1).to(torch.int8).npu()
-        self.wrapper = acl_graph.ACLGraphWrapper(self.model, self.config, CUDAGraphMode.FULL)
         self.update_stream = torch.npu.Stream()
+        if kind == "alone":
+            self.wrapper: Any = Alone(self)
+        else:
+            self.wrapper = acl_graph.ACLGraphWrapper(self.model, self.config, CUDAGraphMode.FULL)
         acl_graph.set_graph_params(list(SIZES))
         acl_graph.set_draft_graph_params(list(SIZES))
 
@@ -199,6 +203,30 @@ class Engine:
 
     def caches(self) -> list[torch.Tensor]:
         return [cache for layer in self.layers for cache in (layer.key_cache, layer.value_cache)]
+
+
+class Alone:
+    """Captures and replays by itself, in the order of vllm-ascend's V2 model runner."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.graphs: dict[int, tuple[Any, torch.Tensor]] = {}
+
+    def __call__(self, ids: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        from vllm.forward_context import get_forward_context
+
+        context, tokens = get_forward_context(), ids.shape[0]
+        if context.cudagraph_runtime_mode is self.engine.modes.NONE:
+            return self.engine.model(ids, slots)
+        context.batch_descriptor = None
+        if tokens not in self.graphs:
+            context.capturing, graph = True, torch.npu.NPUGraph()
+            with torch.npu.graph(graph):
+                self.graphs[tokens] = graph, self.engine.model(ids, slots)
+        else:
+            self.engine.update_stream.wait_stream(torch.npu.current_stream())
+            self.graphs[tokens][0].replay()
+        return self.graphs[tokens][1]
 
 
 def name(index: int) -> str:
