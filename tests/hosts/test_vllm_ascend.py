@@ -552,11 +552,14 @@ def test_a_newer_vllm_ascend_with_the_same_names_is_served(published):
     assert published.GraphParams is GraphParams
     assert issubclass(published.ACLGraphWrapper, ACLGraphWrapper)
     assert published.update_full_graph_params.__wrapped__
-    waits = [each.synchronize for each in (torch.npu, torch.npu.Stream, torch.npu.Event)]
+    npu = torch.npu
+
+    def waits():
+        return [npu.synchronize, npu.Stream.synchronize, npu.Event.synchronize, npu.empty_cache]
+
+    installed = waits()
     uninstall()
-    assert [wait.__wrapped__ for wait in waits] == [
-        each.synchronize for each in (torch.npu, torch.npu.Stream, torch.npu.Event)
-    ]
+    assert [wait.__wrapped__ for wait in installed] == waits()
 
 
 def test_a_vllm_ascend_that_has_begun_to_capture_is_refused(published):

@@ -71,7 +71,8 @@ def _keys_of(metadata: Any, cp_rank: tuple[int, ...] | None = None) -> Any:
                 expected=f"a tuple of {lengths.dim() - 1}: the rank on each axis behind the first",
                 advice="update_attn_params(..., cp_rank=(dcp_rank,))",
             )
-        return lengths[(slice(None), *cp_rank)]
+        of_rank: Any = (slice(None), *cp_rank)
+        return lengths[of_rank]
     return _first(metadata, "cp_seq_len", "seq_lens_list", "seq_lens")
 
 

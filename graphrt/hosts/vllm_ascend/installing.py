@@ -98,6 +98,8 @@ def install() -> None:
             _replaced.rebind(name, getattr(module, name), value)
         for owner in (npu, npu.Stream, npu.Event):
             _replaced.replace(owner, "synchronize", refusing_first(owner.synchronize))
+        # It waits for the device too, and keeps Python's other threads from ending the graph.
+        _replaced.replace(npu, "empty_cache", refusing_first(npu.empty_cache))
 
 
 def uninstall() -> None:

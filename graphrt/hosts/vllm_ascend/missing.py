@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from graphrt.ascend.waiting import WaitingStep
+from graphrt.core.base.errors import GraphRTError
 from graphrt.core.replay.pool import GraphPool
 
 logger = logging.getLogger("vllm.graphrt")
@@ -66,14 +67,16 @@ def _run(timeout_s: float) -> None:
 
 
 def _look(since: weakref.WeakKeyDictionary[WaitingStep, float], timeout_s: float) -> None:
-    for _, step in _waiting():
+    for pool, step in _waiting():
         if time.monotonic() - since.setdefault(step, time.monotonic()) < timeout_s:
             continue
         try:
-            if step.expire():
-                text = "graphrt: no update of %r came in %s s; its outputs are worth nothing"
+            with pool.on_device():
+                is_late = step.expire()
+            if is_late:
+                text = "graphrt: ended %r after %s s; its outputs are worth nothing"
                 logger.error(text, step, timeout_s)
-        except RuntimeError as error:  # the device is lost, which all threads are told
+        except (GraphRTError, RuntimeError) as error:  # the device is lost: all calls are told
             logger.error("graphrt: %r cannot be ended: %s", step, error)
 
 
