@@ -27,6 +27,7 @@ KINDS = {
     "plain": "all layers have the same lengths",
     "lora": "every other step has adapters, and a graph of its own",
     "layers": "each layer has lengths of its own, found by its name (Gemma 4)",
+    "sinks": "FIA v2, with sinks",
     "paged": "paged attention",
     "mixed": "paged attention in every other layer, in one list with FIA (after 0.23)",
     "alone": "graphs captured without the wrapper, as the V2 model runner does",
@@ -112,6 +113,8 @@ class Engine:
         layer = self.implementation(
             HEADS, WIDTH, WIDTH**-0.5, HEADS, None, None, "auto", None, "decoder", None
         )
+        if self.kind == "sinks":
+            layer.sinks = torch.linspace(-1, 1, HEADS).bfloat16().npu()
         layer._layer_name = name(index)
         is_paged = self.kind == "paged" or (self.kind == "mixed" and index % 2)
         layer.is_paged = is_paged
@@ -177,7 +180,8 @@ class Engine:
             batch_descriptor=BatchDescriptor(tokens, has_lora=has_lora),
         )
         extras = {"is_draft_model": self.kind == "draft", "of_drafts": of_drafts}
-        for extra in ("capturing", "is_draft_model_prefill", "sinks"):
+        extras["sinks"] = self.kind == "sinks"
+        for extra in ("capturing", "is_draft_model_prefill"):
             extras[extra] = False
         for extra, value in extras.items():
             setattr(context, extra, value)
