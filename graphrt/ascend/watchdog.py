@@ -135,6 +135,8 @@ class Watchdog:
     def check(self) -> None:
         """Raise the `DeviceHangError` of a step that still runs."""
         if self.error is not None:
+            self._look()
+        if self.error is not None:
             raise self.error
 
     def wait(self) -> None:

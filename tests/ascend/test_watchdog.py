@@ -15,7 +15,7 @@ from attention_models import Decoder, differing, eager_outputs, replayed, runner
 
 from graphrt import GraphOptions, GraphRunner
 from graphrt.ascend import AscendOptions, AscendPlatform
-from graphrt.ascend.watchdog import WatchedStep
+from graphrt.ascend.watchdog import Watchdog, WatchedStep
 from graphrt.core.base.errors import DeviceHangError, InvalidOptionError
 
 TIMEOUT_S = 0.5
@@ -162,6 +162,13 @@ def test_a_launched_graph_without_any_update_is_told_from_one_whose_tasks_are_si
     step.updating("layers.0")
     step.signalled(SimpleNamespace(record_event=lambda: event))
     assert "all tasks are signalled" in step.blocked_at()[1]
+
+
+def test_a_step_that_ended_after_all_raises_no_error_though_no_poll_came_since():
+    watchdog = Watchdog(None, 60.0, None, lambda: False)
+    watchdog.error = DeviceHangError("a step does not end", expected="its end", advice="wait")
+    watchdog.check()
+    assert watchdog.error is None
 
 
 @pytest.mark.npu
