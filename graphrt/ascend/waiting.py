@@ -26,8 +26,6 @@ from graphrt.core.replay.tasks import DEFERRED, HostValues, Updates
 class WaitingStep:
     """A launched graph that waits for its updates. It owns the pool until they came."""
 
-    _is_over = False
-
     def __init__(
         self,
         table: TaskTable,
@@ -45,6 +43,9 @@ class WaitingStep:
         self._context = context
         self._all_tasks = all_tasks
         self._was_mixed = was_mixed
+        # Taken by `_first`; and whether `expire` was first.
+        self._is_open = True
+        self._is_expired = False
 
     def __repr__(self) -> str:
         return f"the step {self._context!r}, whose updates have not come,"
@@ -66,8 +67,11 @@ class WaitingStep:
         self.end_by(pool, lambda segment: self._update(values))
 
     def end_by(self, pool: GraphPool, update: Callable[[Segment], object]) -> None:
-        """End the step by `update`, which signals the tasks of the segment."""
-        self._is_over = self._table.mixed = True
+        """End the step by `update`, which signals the tasks of the segment. After `expire` it
+        raises `MissingUpdateError`."""
+        if not self._first():
+            raise pool.busy_error(None)
+        self._table.mixed = True
         try:
             update(self._segment)
         finally:
@@ -76,13 +80,32 @@ class WaitingStep:
                 pool.owner = None
         self._table.mixed = False
 
+    def expire(self) -> bool:
+        """End the graph with its old arguments, from any thread, so that the device goes on; True
+        if its update has not begun. The step keeps the pool: its update, or the next step, raises.
+        """
+        if not self._first():
+            return False
+        try:
+            self._update(None)
+        finally:
+            # Not before: the next step would replay the graph while its tasks are signalled.
+            self._is_expired = True
+        return True
+
     def refusal(self, pool: GraphPool) -> GraphRTError | None:
         """End the step with the old arguments, as a next step came instead of updates; returns that
-        step's error. None in another thread than the step's, where nothing is done."""
+        step's error. None inside of its update, and in another thread, where nothing is done."""
         if self._thread != get_ident():
             return None
-        self.end_by(pool, lambda _: self._update(None))
-        self._table.mixed = self._was_mixed
+        try:
+            self.expire()
+        finally:
+            if self._is_expired:
+                pool.owner = None
+                self._table.mixed = self._was_mixed
+        if not self._is_expired:
+            return None
         return MissingUpdateError(
             "the step before was launched with updates=DEFERRED and got none; it was ended with "
             "the host arguments of the replay before, so its outputs are worth nothing",
@@ -90,6 +113,10 @@ class WaitingStep:
             expected="one update after every such call",
             advice="call wrapper.update(updates) before the next step",
         )
+
+    def _first(self) -> bool:
+        """True for one caller alone, of all threads: it signals the tasks."""
+        return bool(self.__dict__.pop("_is_open", False))
 
     def _update(self, values: list[HostValues] | None) -> None:
         segment = self._segment
@@ -99,7 +126,7 @@ class WaitingStep:
     def __del__(self) -> None:
         # The engine was dropped before its update: without signals a wait for the device never
         # ends. In a new thread, as the thread that collects this may hold the lock of an update.
-        if not self._is_over and not sys.is_finalizing():
+        if self._first() and not sys.is_finalizing():
             Thread(target=self._update, args=(None,), daemon=True).start()
 
 

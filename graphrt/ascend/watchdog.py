@@ -74,6 +74,8 @@ class WatchedStep:
             return self.task, f"the host has not finished the update of task {self.task!r}"
         if self._done is None:
             return None, "the host has not launched the graph"
+        if not self._signals:
+            return None, "no update of its tasks has come"
         return None, "all tasks are signalled, so something else in the graph does not end"
 
 
@@ -132,6 +134,8 @@ class Watchdog:
 
     def check(self) -> None:
         """Raise the `DeviceHangError` of a step that still runs."""
+        if self.error is not None:
+            self._look()
         if self.error is not None:
             raise self.error
 

@@ -168,6 +168,44 @@ def test_update_attn_params_reads_lengths_from_each_layers_metadata():
     assert attention.update_attn_params(paged, {"c": own}) == {"c": {"context_lens": [7]}}
 
 
+@pytest.mark.parametrize("kind", [list, torch.tensor])
+def test_update_attn_params_reads_the_lengths_of_one_rank_of_context_parallelism(kind):
+    task = attention.fused_infer_attention(max_kv_len=64)
+
+    def metadata(**lengths):
+        decode = SimpleNamespace(**lengths)
+        return {"a": SimpleNamespace(seq_lens_list=[9, 5], actual_seq_lengths_q=[1, 2],
+                                     decode_meta=decode)}  # fmt: skip
+
+    of_dcp = metadata(num_computed_tokens_of_dcp=kind([[5, 4], [3, 2]]))
+    updates = attention.update_attn_params(task, of_dcp, cp_rank=(1,))
+    assert updates == {"a": {"actual_seq_lengths_kv": [4, 2], "actual_seq_lengths": [1, 2]}}
+    of_both = metadata(num_computed_tokens_of_pcp_dcp=kind([[[3, 2], [2, 2]], [[2, 1], [1, 1]]]))
+    updates = attention.update_attn_params(task, of_both, cp_rank=(0, 1))
+    assert updates["a"]["actual_seq_lengths_kv"] == [2, 1]
+    for wrong in (None, (0,)):
+        with pytest.raises(InvalidUpdateError, match="a tuple of 2"):
+            attention.update_attn_params(task, of_both, cp_rank=wrong)
+    no_decodes = metadata(num_computed_tokens_of_dcp=None)
+    updates = attention.update_attn_params(task, no_decodes, cp_rank=(1,))
+    assert updates["a"]["actual_seq_lengths_kv"] == [9, 5]
+
+
+def test_update_mla_attn_params_reads_the_lengths_of_this_rank_of_context_parallelism():
+    task = attention.fused_infer_attention(max_kv_len=64)
+    decode = SimpleNamespace(
+        cp_seq_len=torch.tensor([4, 2]), seq_lens_list=[9, 5], actual_seq_lengths_q=[1, 2]
+    )
+    metadata = {"a": SimpleNamespace(decode=decode)}
+    updates = attention.update_mla_attn_params(task, metadata)
+    assert updates == {"a": {"actual_seq_lengths_kv": [4, 2], "actual_seq_lengths": [1, 2]}}
+    updates = attention.update_mla_attn_params(task, metadata, query_len=2)
+    assert updates == {"a": {"actual_seq_lengths_kv": [4, 2], "actual_seq_lengths": [2, 4]}}
+    decode.cp_seq_len = None
+    updates = attention.update_mla_attn_params(task, metadata)
+    assert updates["a"]["actual_seq_lengths_kv"] == [9, 5]
+
+
 def test_update_mla_attn_params_reads_decode_lengths_and_refuses_device_tensors():
     task = attention.fused_infer_attention(max_kv_len=64)
     decode = SimpleNamespace(seq_lens_list=[3, 4], actual_seq_lengths_q=[1, 2])

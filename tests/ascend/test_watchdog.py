@@ -6,6 +6,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from attention_models import Decoder, differing, eager_outputs, replayed, runner
 
 from graphrt import GraphOptions, GraphRunner
 from graphrt.ascend import AscendOptions, AscendPlatform
+from graphrt.ascend.watchdog import Watchdog, WatchedStep
 from graphrt.core.base.errors import DeviceHangError, InvalidOptionError
 
 TIMEOUT_S = 0.5
@@ -149,6 +151,24 @@ def test_a_hang_without_an_on_hang_callback_is_a_warning():
             platform.synchronize()
         blocked.record(platform.new_stream())
         until(lambda: platform._watchdog is not None and not platform._watchdog._steps)
+
+
+def test_a_launched_graph_without_any_update_is_told_from_one_whose_tasks_are_signalled():
+    event = SimpleNamespace(query=lambda: True)
+    step = WatchedStep("8 tokens", number=1, device=0, started=event)
+    assert step.blocked_at() == (None, "the host has not launched the graph")
+    step.launched(event)
+    assert step.blocked_at() == (None, "no update of its tasks has come")
+    step.updating("layers.0")
+    step.signalled(SimpleNamespace(record_event=lambda: event))
+    assert "all tasks are signalled" in step.blocked_at()[1]
+
+
+def test_a_step_that_ended_after_all_raises_no_error_though_no_poll_came_since():
+    watchdog = Watchdog(None, 60.0, None, lambda: False)
+    watchdog.error = DeviceHangError("a step does not end", expected="its end", advice="wait")
+    watchdog.check()
+    assert watchdog.error is None
 
 
 @pytest.mark.npu

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import random
 import sys
+import threading
+import time
 import weakref
 from types import ModuleType
 
@@ -26,9 +29,12 @@ from graphrt.hosts.vllm_ascend import (
     install,
     install_if_asked,
     installing,
+    missing,
     uninstall,
 )
 from graphrt.hosts.vllm_ascend.installing import SWITCH
+from graphrt.hosts.vllm_ascend.missing import refuse_waiting, refusing_first
+from graphrt.hosts.vllm_ascend.params import not_served
 
 pytestmark = pytest.mark.npu
 
@@ -222,6 +228,56 @@ def test_a_capture_with_a_wait_outside_of_graph_params_raises_with_its_key(runne
     assert runner.differs(4) == []
 
 
+def launched_alone(runner) -> torch.Tensor:
+    with runner.host.step(runner.context(Key(8), Mode.FULL, runner.fill(8))):
+        return runner.wrapper(runner.x)
+
+
+def test_a_wait_for_the_device_behind_a_graph_without_its_update_raises_with_its_key(runner):
+    waits = [refusing_first(wait) for wait in (torch.npu.synchronize, runner.stream.synchronize)]
+    for wait in waits:
+        wait()
+        launched_alone(runner)
+        with pytest.raises(MissingUpdateError, match="num_tokens=8"):
+            wait()
+        wait()
+        assert runner.differs(2) == []
+
+
+@pytest.mark.parametrize("late", ["an update", "a step"])
+def test_a_graph_that_is_not_updated_in_time_ends_and_the_next_call_raises_with_its_key(
+    runner, late, caplog
+):
+    since, out = weakref.WeakKeyDictionary(), launched_alone(runner)
+    missing._look(since, 0.2)
+    assert not caplog.records
+    watching = threading.Thread(target=lambda: (time.sleep(0.3), missing._look(since, 0.2)))
+    watching.start()
+    out.cpu()  # waits for the device, which no call of Python can end
+    watching.join()
+    assert "num_tokens=8" in caplog.text
+    context = runner.context(Key(8), Mode.FULL, [1] * 8)
+    late_calls = {
+        "an update": lambda: runner.update(context),
+        "a step": lambda: runner.replay(Key(4), [1] * 4),
+    }
+    with pytest.raises(MissingUpdateError, match="num_tokens=8"):
+        late_calls[late]()
+    torch.npu.synchronize()
+    assert runner.differs(6) == []
+
+
+def test_an_update_that_waits_on_the_host_itself_is_not_refused(runner):
+    runner.model.before_update = lambda layer: refuse_waiting()
+    assert runner.differs(4) == []
+
+
+def test_the_updates_are_watched_by_one_thread_of_the_process(runner):
+    Runner(engine=runner.host).capture()
+    threads = [each for each in threading.enumerate() if each.name == "graphrt-updates"]
+    assert len(threads) == 1
+
+
 def test_an_update_that_omits_a_layer_raises_without_a_hang(runner):
     runner.model.only = 2
     lens = runner.fill(8)
@@ -412,19 +468,36 @@ def test_graph_params_without_a_capture_behave_as_plain_lists():
         params.handles[5]
 
 
+def test_a_graph_that_is_captured_without_the_wrapper_is_named_in_the_log_once(caplog):
+    not_served.cache_clear()
+    params, stream = GraphParams({4: []}, {4: None}, {4: []}, {4: []}), torch.npu.Stream()
+    graph = torch.npu.NPUGraph()
+    for event in range(2):
+        params.events[4].append(event)
+    assert not caplog.records
+    with torch.npu.graph(graph, stream=stream):
+        for event in range(2):
+            params.events[4].append(event)
+    assert params.events[4] == [0, 1, 0, 1]
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert "not served: graphs captured without its ACLGraphWrapper" in caplog.text
+
+
+def test_graphs_of_encoders_are_named_in_the_log_once(caplog):
+    not_served.cache_clear()
+    engine = Host()
+    for served in (False, True, True):
+        engine.config.compilation_config.cudagraph_mm_encoder = served
+        engine.wrapper_class(abs, engine.config, Mode.FULL)
+    assert caplog.text.count("not served: graphs of encoders") == 1
+
+
 def test_the_plugin_switch_is_off_by_default_and_refuses_unknown_values(monkeypatch):
     monkeypatch.delenv(SWITCH, raising=False)
     install_if_asked()
     monkeypatch.setenv(SWITCH, "perhaps")
     with pytest.raises(ImportError, match="has a wrong value"):
         install_if_asked()
-
-
-@pytest.mark.parametrize("version", ["0.9.1", "0.22.1rc1", "main"])
-def test_an_unknown_vllm_ascend_version_is_refused(monkeypatch, version):
-    monkeypatch.setattr("importlib.metadata.version", lambda name: version)
-    with pytest.raises(ImportError, match="does not know this version"):
-        install()
 
 
 @pytest.fixture
@@ -442,6 +515,9 @@ def published(monkeypatch):
             use_eagle=False,
             enable_enpu=False,
         ):
+            pass
+
+        def unwrap(self):
             pass
 
     def update_full_graph_params(
@@ -476,6 +552,14 @@ def test_a_newer_vllm_ascend_with_the_same_names_is_served(published):
     assert published.GraphParams is GraphParams
     assert issubclass(published.ACLGraphWrapper, ACLGraphWrapper)
     assert published.update_full_graph_params.__wrapped__
+    npu = torch.npu
+
+    def waits():
+        return [npu.synchronize, npu.Stream.synchronize, npu.Event.synchronize, npu.empty_cache]
+
+    installed = waits()
+    uninstall()
+    assert [wait.__wrapped__ for wait in installed] == waits()
 
 
 def test_a_vllm_ascend_that_has_begun_to_capture_is_refused(published):
@@ -501,5 +585,21 @@ def test_a_vllm_ascend_with_changed_names_is_refused_at_install(published, name,
         delattr(published, name)
     else:
         setattr(published, name, value)
+    with pytest.raises(ImportError, match=said):
+        install()
+
+
+def test_a_wrapper_that_updates_its_graphs_itself_is_refused_at_install(published):
+    """As that of vllm-ascend 0.30, whose attention fills no `GraphParams`."""
+
+    class ACLGraphWrapper(published.ACLGraphWrapper):
+        def __init__(self, *args, update_stream=None):
+            pass
+
+        def set_attn_backend(self, backend):
+            pass
+
+    published.ACLGraphWrapper = ACLGraphWrapper
+    said = r"'update_stream' of ACLGraphWrapper; .*ACLGraphWrapper\.set_attn_backend\(\)"
     with pytest.raises(ImportError, match=said):
         install()

@@ -5,21 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
 from graphrt.ascend.attention.task import AttentionTask, listed
 from graphrt.core.base.errors import InvalidUpdateError
 from graphrt.core.replay.tasks import HostValues
 
 
 def update_attn_params(
-    task: AttentionTask, attn_metadata: Mapping[str, Any]
+    task: AttentionTask, attn_metadata: Mapping[str, Any], *, cp_rank: tuple[int, ...] | None = None
 ) -> dict[str, HostValues]:
     """`updates=` for a step, from the metadata of each layer by the name of its task.
 
     Reads what vllm-ascend calls `seq_lens_list` (or `seq_lens`) and `actual_seq_lengths_q` (or
-    `query_start_loc_list`), which are running sums. Raises `InvalidUpdateError` where a layer has
-    none of them.
+    `query_start_loc_list`), which are running sums. With context parallelism the keys are those of
+    `cp_rank`: `(dcp_rank,)`, or `(pcp_rank, dcp_rank)` where vllm-ascend counts by both. Raises
+    `InvalidUpdateError` where a layer has none of them, or needs `cp_rank`.
     """
-    return _by_layer(attn_metadata, lambda metadata: _lengths_of(task, metadata))
+    return _by_layer(attn_metadata, lambda metadata: _lengths_of(task, metadata, cp_rank))
 
 
 def update_mla_attn_params(
@@ -27,25 +30,50 @@ def update_mla_attn_params(
 ) -> dict[str, HostValues]:
     """`updates=` for a step of MLA layers, from the `decode` part of each layer's metadata.
 
-    `query_len` is that of speculative decoding, where every request has as many tokens.
+    With context parallelism it is `cp_seq_len`, of this rank. `query_len` is that of speculative
+    decoding, where every request has as many tokens.
     """
 
     def lengths(metadata: Any) -> HostValues:
         decode = getattr(metadata, "decode", metadata)
         if query_len is None:
             return _lengths_of(task, decode)
-        keys = _first(decode, "seq_lens_list", "seq_lens")
+        keys = _keys_of(decode)
         return task.lengths(keys, _queries(task, [query_len * (i + 1) for i in range(len(keys))]))
 
     return _by_layer(attn_metadata, lengths)
 
 
-def _lengths_of(task: AttentionTask, metadata: Any) -> HostValues:
-    keys = _first(metadata, "seq_lens_list", "seq_lens")
+def _lengths_of(
+    task: AttentionTask, metadata: Any, cp_rank: tuple[int, ...] | None = None
+) -> HostValues:
+    keys = _keys_of(metadata, cp_rank)
     if task.queries is None:
         return task.lengths(keys)
     ends = _first(metadata, "actual_seq_lengths_q", "query_start_loc_list")
     return task.lengths(keys, _queries(task, ends))
+
+
+def _keys_of(metadata: Any, cp_rank: tuple[int, ...] | None = None) -> Any:
+    """The key lengths of the requests; with context parallelism those that this rank holds."""
+    decode = getattr(metadata, "decode_meta", None)
+    # By request and rank of decode context parallelism; 0.23: and before it of that of prefills.
+    for by_rank in ("num_computed_tokens_of_dcp", "num_computed_tokens_of_pcp_dcp"):
+        lengths = getattr(decode, by_rank, None)
+        if lengths is None:
+            continue
+        lengths = torch.as_tensor(lengths)
+        if cp_rank is None or len(cp_rank) != lengths.dim() - 1:
+            raise InvalidUpdateError(
+                "the attention metadata is of context parallelism, where each rank has lengths of "
+                "its own",
+                got=f"cp_rank={cp_rank}, {by_rank} of shape {tuple(lengths.shape)}",
+                expected=f"a tuple of {lengths.dim() - 1}: the rank on each axis behind the first",
+                advice="update_attn_params(..., cp_rank=(dcp_rank,))",
+            )
+        of_rank: Any = (slice(None), *cp_rank)
+        return lengths[of_rank]
+    return _first(metadata, "cp_seq_len", "seq_lens_list", "seq_lens")
 
 
 def _queries(task: AttentionTask, ends: Any) -> Any:

@@ -1,8 +1,8 @@
 """Putting graphrt into a vllm-ascend that is installed, and taking it out again.
 
-Everything that depends on the version of vllm-ascend is the tables at the top. Newer versions are
-served if they have these names, arguments and fields. A graph of theirs that waits for its updates
-in another way is refused when it is captured: see `graphrt.hosts.vllm_ascend.wrapper`.
+A version is served if its names are of the kinds that graphrt knows: see `_differences`. A graph of
+theirs that waits for its updates in another way is refused when it is captured: see
+`graphrt.hosts.vllm_ascend.wrapper`.
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import inspect
-import re
+from collections.abc import Iterator
 from typing import Any
+
+import torch
 
 from graphrt.ascend.driver.library import has_value_wait
 from graphrt.core.base.errors import UnsupportedHostError
 from graphrt.hosts.engine import Replaced, switched_on
 from graphrt.hosts.names import missing_arguments, missing_names
 from graphrt.hosts.vllm_ascend.engine import Engine
+from graphrt.hosts.vllm_ascend.missing import refusing_first
 from graphrt.hosts.vllm_ascend.params import GraphParams
 from graphrt.hosts.vllm_ascend.updating import updated_by
 from graphrt.hosts.vllm_ascend.wrapper import ACLGraphWrapper
 
 MODULE = "vllm_ascend.compilation.acl_graph"
-OLDEST = (0, 23)
-"""The oldest vllm-ascend whose names, below, were looked at."""
-
 REPLACED = ("ACLGraphWrapper", "GraphParams", "update_full_graph_params")
 READ = (
     "CUDAGraphOptions",
@@ -39,14 +39,6 @@ READ = (
 )
 GETTERS = ("get_graph_params", "get_draft_graph_params", "get_draft_graph_prefill_params")
 ARGUMENTS = {
-    (MODULE, "ACLGraphWrapper.__init__"): (
-        "runnable",
-        "vllm_config",
-        "runtime_mode",
-        "cudagraph_options",
-        "use_eagle",
-        "enable_enpu",
-    ),
     (MODULE, "update_full_graph_params"): (
         "attn_backend",
         "update_stream",
@@ -54,12 +46,8 @@ ARGUMENTS = {
         "num_tokens",
     ),
 }
-FIELDS = ("events", "workspaces", "handles", "attn_params")
-"""Of `GraphParams`."""
 
 SWITCH = "GRAPHRT_VLLM_ASCEND"
-
-_OLDEST_TEXT = ".".join(map(str, OLDEST))
 
 _replaced = Replaced("vllm_ascend")
 
@@ -74,15 +62,13 @@ def install() -> None:
         return
     version = _version()
     module = importlib.import_module(MODULE)
-    names = {MODULE: (*REPLACED, *READ, *GETTERS)}
-    missing = [*missing_names(names), *missing_arguments(ARGUMENTS)]
-    fields = tuple(inspect.signature(module.GraphParams).parameters) if not missing else FIELDS
-    if missing or fields != FIELDS:
+    differences = list(_differences(module))
+    if differences:
         raise UnsupportedHostError(
             f"vllm-ascend {version} is not as graphrt knows it",
-            got=", ".join(f"no {each}" for each in missing) or f"GraphParams{fields}",
-            expected=f"the names of vllm-ascend {_OLDEST_TEXT}, and GraphParams{FIELDS}",
-            advice="install an older one, or leave graphrt out",
+            got="; ".join(differences),
+            expected="the names, arguments and fields of vllm-ascend 0.23 to 0.27.1",
+            advice="install one of these, or leave graphrt out",
         )
     if not has_value_wait():
         # vllm-ascend's own graphs lack that wait too: see `Groups` in graphrt/ascend/update.
@@ -106,9 +92,14 @@ def install() -> None:
         "GraphParams": GraphParams,
         "update_full_graph_params": updated_by(engine, module.update_full_graph_params),
     }
+    npu = torch.npu  # type: ignore[attr-defined]
     with _replaced.all_or_none():
         for name, value in replacements.items():
             _replaced.rebind(name, getattr(module, name), value)
+        for owner in (npu, npu.Stream, npu.Event):
+            _replaced.replace(owner, "synchronize", refusing_first(owner.synchronize))
+        # It waits for the device too, and keeps Python's other threads from ending the graph.
+        _replaced.replace(npu, "empty_cache", refusing_first(npu.empty_cache))
 
 
 def uninstall() -> None:
@@ -123,21 +114,32 @@ def install_if_asked() -> None:
         install()
 
 
+def _differences(module: Any) -> Iterator[str]:
+    """How vllm-ascend's names differ from those that graphrt serves. Arguments and methods of its
+    wrapper that graphrt's lacks are told too: an engine that uses them updates in another way."""
+    missing = missing_names({MODULE: (*REPLACED, *READ, *GETTERS)})
+    lacking = [f"no {each}" for each in (*missing, *missing_arguments(ARGUMENTS))]
+    yield from lacking
+    if lacking:
+        return
+    theirs, ours = module.ACLGraphWrapper, ACLGraphWrapper
+    taken, served = (set(inspect.signature(each).parameters) for each in (theirs, ours))
+    yield from (f"argument {each!r} of ACLGraphWrapper" for each in sorted(taken ^ served))
+    methods = (name for name, value in vars(theirs).items() if inspect.isroutine(value))
+    yield from (f"ACLGraphWrapper.{each}()" for each in methods if not hasattr(ours, each))
+    fields, known = (
+        tuple(inspect.signature(each).parameters) for each in (module.GraphParams, GraphParams)
+    )
+    if fields != known:
+        yield f"GraphParams{fields}"
+
+
 def _version() -> str:
     try:
-        version = importlib.metadata.version("vllm-ascend")
+        return importlib.metadata.version("vllm-ascend")
     except importlib.metadata.PackageNotFoundError as error:
         raise UnsupportedHostError(
             "vllm-ascend is not installed",
-            expected=f"vllm-ascend {_OLDEST_TEXT} or newer",
+            expected="vllm-ascend 0.23 or newer",
             advice="pip install vllm-ascend",
         ) from error
-    numbers = re.match(r"(\d+)\.(\d+)", version)
-    if numbers is None or tuple(map(int, numbers.groups())) < OLDEST:
-        raise UnsupportedHostError(
-            "graphrt does not know this version of vllm-ascend",
-            got=version,
-            expected=f"{_OLDEST_TEXT} or newer",
-            advice="install one of these, or leave graphrt out",
-        )
-    return version

@@ -7,13 +7,17 @@ counts do not see each other's sites or workspaces.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
+
 from graphrt.core.base.errors import TaskContractError
 from graphrt.core.replay.recording import current_capture
+from graphrt.hosts.vllm_ascend.missing import logger
 from graphrt.hosts.vllm_ascend.sites import Site, Sites, under_way
 
 
@@ -23,7 +27,8 @@ class GraphParams:
 
     `events`, `handles` and `attn_params` hold lists, `workspaces` tensors or None. Outside of
     graphrt's captures and updates they are ordinary dicts: so graphs that vllm-ascend captures
-    without the wrapper (its second model runner) work as they do without graphrt.
+    without the wrapper (its second model runner) work as they do without graphrt, and the log says
+    so.
     """
 
     events: dict[int, Any]
@@ -73,6 +78,12 @@ class GraphParams:
         return sites
 
 
+@functools.cache
+def not_served(graphs: str) -> None:
+    """Say once which graphs of vllm-ascend are left to its own code."""
+    logger.warning("graphrt: not served: %s; vllm-ascend's own code replays them", graphs)
+
+
 class _ByTokens(dict[int, Any]):
     """Lists by token count: of the capture or update under way, else those that the host put in."""
 
@@ -95,6 +106,8 @@ class _ByTokens(dict[int, Any]):
         updated = self._params._updating(tokens)
         if updated is not None:
             return [self._read(site) for site in updated]
+        if torch.npu.is_current_stream_capturing():  # type: ignore[attr-defined]
+            not_served("graphs captured without its ACLGraphWrapper (as its V2 model runner does)")
         return super().__getitem__(tokens)
 
     def get(self, tokens: int, default: Any = None) -> Any:

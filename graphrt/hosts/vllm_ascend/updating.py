@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from graphrt.hosts.vllm_ascend.engine import Engine
+from graphrt.hosts.vllm_ascend.missing import refuse_waiting
 from graphrt.hosts.vllm_ascend.wrapper import ACLGraphWrapper
 
 
@@ -40,8 +41,7 @@ def updated_by(engine: Engine, update_full_graph_params: Callable[..., Any]) -> 
             for wrapper in wrappers:
                 if wrapper.update_by(forward_context, update, if_launched=if_launched):
                     return
-        for wrapper in wrappers:
-            wrapper.refuse_if_waiting(forward_context)
+        refuse_waiting()
         # A graph without sites, or one that graphrt did not capture.
         update(update_stream)
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar, cast
 
 import torch
 
 from graphrt.ascend import AscendPlatform
-from graphrt.ascend.waiting import DeferrableEntry, WaitingStep
+from graphrt.ascend.waiting import DeferrableEntry
 from graphrt.core.base import tree
 from graphrt.core.base.errors import GraphRTError, InvalidModeError, TaskContractError
 from graphrt.core.batch.context import ForwardContext
@@ -23,10 +22,9 @@ from graphrt.core.replay.recording import current_capture
 from graphrt.core.replay.tasks import DEFERRED
 from graphrt.hosts.vllm_ascend.engine import Engine
 from graphrt.hosts.vllm_ascend.entries import ACLGraphEntry, Entries
+from graphrt.hosts.vllm_ascend.missing import pools, refuse_waiting, watch
+from graphrt.hosts.vllm_ascend.params import not_served
 from graphrt.hosts.vllm_ascend.sites import ExternalWaits, HostUpdate, Site, under_way
-
-# By the engine's pool: wrappers of one model share memory, as they never run at the same time.
-_pools: weakref.WeakValueDictionary[Any, GraphPool] = weakref.WeakValueDictionary()
 
 
 class NoModeError(InvalidModeError, AssertionError):
@@ -60,6 +58,8 @@ class ACLGraphWrapper:
         self.vllm_config = vllm_config
         self.runtime_mode = runtime_mode
         self.compilation_config = vllm_config.compilation_config
+        if getattr(self.compilation_config, "cudagraph_mm_encoder", False) is True:
+            not_served("graphs of encoders (cudagraph_mm_encoder)")
         self.first_run_finished = False
         self.is_debugging_mode = self.engine.is_debugging()
         self._runnable_str = str(runnable) if self.is_debugging_mode else None
@@ -91,15 +91,14 @@ class ACLGraphWrapper:
         """Run, capture or replay the runnable, as the engine's forward context says.
 
         A replay of a graph with sites waits on the device for `update_full_graph_params`, unless
-        that was called before; where it never was, the next step in the pool raises
-        `MissingUpdateError`. Raises what `GraphWrapper` raises, and the engine where it captures no
-        more.
+        that was called before; for one that never comes see `graphrt.hosts.vllm_ascend.missing`.
+        Raises what `GraphWrapper` raises, and the engine where it captures no more.
         """
         host = self.engine.forward_context()
         # By !=, as the engine compares modes: its tests use stand-ins for them.
         if host.cudagraph_runtime_mode != self.runtime_mode:
             if self._graphs is not None and self._graphs.pool.owner is not None:
-                self._refuse_waiting()
+                refuse_waiting()
             return self.runnable(*args, **kwargs)
         key = host.batch_descriptor
         descriptor = self._descriptors.get(key)
@@ -197,22 +196,6 @@ class ACLGraphWrapper:
             self._ahead = segment, host
         return True
 
-    def refuse_if_waiting(self, host: Any) -> None:
-        """End the launched graph of the engine's context `host`, which no update has reached, and
-        raise `MissingUpdateError` with its key; nothing if none waits."""
-        entry = self._entry_of(host)
-        waiting = None if entry is None else entry.waiting
-        if self._graphs is not None and waiting is not None and waiting is self._graphs.pool.owner:
-            self._refuse_waiting()
-
-    def _refuse_waiting(self) -> None:
-        """End a launched graph of the pool that waits for its update, and raise
-        `MissingUpdateError`: work behind it would wait for ever."""
-        assert self._graphs is not None
-        pool = self._graphs.pool
-        if isinstance(pool.owner, WaitingStep):
-            raise pool.busy_error(None)
-
     def _entry_of(self, host: Any) -> DeferrableEntry | None:
         """The graph of the engine's context `host`."""
         descriptor = self._descriptors.get(getattr(host, "batch_descriptor", None))
@@ -231,9 +214,10 @@ class ACLGraphWrapper:
             platform.forget_update(segment.graph, segment.tasks)
 
     def _new_graphs(self) -> GraphWrapper:
-        pool = _pools.get(self.graph_pool)
+        pool = pools.get(self.graph_pool)
         if pool is None:
-            pool = _pools[self.graph_pool] = GraphPool()
+            pool = pools[self.graph_pool] = GraphPool()
+        watch(cast(AscendPlatform, pool.platform).options.hang_timeout_s)
         options = GraphOptions(lazy=True, check="always" if self.is_debugging_mode else "capture")
         self._graphs = wrapper_class(pool.platform)(
             self._forward,
