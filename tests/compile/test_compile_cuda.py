@@ -12,6 +12,7 @@ from torch._dynamo.utils import counters
 
 from graphrt import Batch, GraphMode, GraphOptions, GraphPool, GraphRunner, InputSpec
 from graphrt.compile import CompileOptions, compile_module, opaque
+from graphrt.core.base.errors import RowsMixedError
 from graphrt.core.batch.modes import PieceProvider
 from tests.models.llama import Llama, check_both_modes, step_inputs
 
@@ -194,3 +195,28 @@ def test_a_model_of_nested_regions_is_captured_in_full_on_a_gpu(tmp_path):
             x, rows = torch.randn(tokens, 4).cuda(), torch.arange(tokens).cuda()
             found = runner.verify(Batch(tokens, tokens), x=x, rows=rows)
             torch.testing.assert_close(found, reference(x, rows), rtol=1e-4, atol=1e-4)
+
+
+def test_padding_on_a_live_row_is_named_in_inductors_code_on_a_gpu(tmp_path):
+    device = "cuda"
+    cache = torch.zeros(32, 4, device=device)
+
+    def forward(x, slot):
+        cache[slot] = x * 2
+        return x + cache[slot]
+
+    rows = InputSpec(torch.int64, ("tokens",), pad=-1, index=True)
+    options = CompileOptions(backend="inductor", cache_dir=str(tmp_path))
+    runner = GraphRunner(
+        compile_module(forward, ["x", "slot"], options=options),
+        mode="FULL",
+        sizes=[1, 2, 4],
+        inputs={"x": InputSpec(torch.float32, ("tokens", 4)), "slot": rows},
+        options=GraphOptions(strict=True),
+        platform=device,
+    )
+    with runner:
+        runner.capture()
+        runner(x=torch.ones(2, 4, device=device), slot=torch.tensor([31, 4], device=device))
+        with pytest.raises(RowsMixedError, match=r"padding \(slot=-1\) writes row 31 of"):
+            runner(x=torch.ones(3, 4, device=device), slot=torch.tensor([4, 5, 6], device=device))
