@@ -85,8 +85,6 @@ def _load() -> ctypes.CDLL:
     if not building.is_built():
         sys.stderr.write("graphrt: building the simulator, once; this takes minutes\n")
     directory = building.build()
-    # The simulated device has no virtual memory.
-    os.environ.setdefault("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:False")
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     directories = [directory]
     if _cann() == building.OLD_CANN:
