@@ -6,7 +6,7 @@ import dataclasses
 import random
 import sys
 import weakref
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import protocol_engine as host
 import pytest
@@ -29,6 +29,7 @@ from graphrt.hosts.vllm_ascend import (
     uninstall,
 )
 from graphrt.hosts.vllm_ascend.installing import SWITCH
+from graphrt.hosts.vllm_ascend.operators import Issued, _check_lengths
 
 pytestmark = pytest.mark.npu
 
@@ -333,6 +334,33 @@ def test_sleep_clears_all_graphs_and_wake_up_recaptures(runner):
     assert len(runner.wrapper._graphs.entries) == 0
 
 
+def test_a_wrapper_without_a_capture_runs_steps_of_other_modes():
+    made = Runner()
+    lens = made.fill(4)
+    eager = made.eager(Key(4), lens)
+    made.capture()
+    assert torch.equal(made.replay(Key(4), lens).cpu(), eager)
+
+
+@pytest.mark.parametrize(
+    ("kind", "cache", "table"),
+    [
+        ("_npu_paged_attention", "key_cache", "block_table"),
+        ("npu_multi_head_latent_attention", "ctkv", "block_tables"),
+    ],
+)
+def test_lengths_of_atb_beyond_the_block_table_are_refused_and_others_taken(kind, cache, table):
+    arguments = ("query", cache, table, "context_lens")
+    schema = SimpleNamespace(arguments=[SimpleNamespace(name=name) for name in arguments])
+    function = SimpleNamespace(_schema=schema)
+    blocks = torch.zeros((6, 128, 1, 64)), torch.zeros((2, 3), dtype=torch.int32)
+    for longest in (1, 384):
+        _check_lengths(Issued(function, (torch.zeros(2, 8), *blocks, [5, longest]), {}))
+    with pytest.raises(InvalidUpdateError, match="beyond its block table") as caught:
+        _check_lengths(Issued(function, (torch.zeros(2, 8), *blocks, [5, 385]), {}))
+    assert "at most 384 each" in str(caught.value)
+
+
 def test_a_capture_after_the_engine_ended_capturing_raises(runner):
     runner.host.capturing_enabled = False
     with (
@@ -348,8 +376,12 @@ def test_the_wrapper_forwards_attributes_and_has_unwrap_and_runtime_mode(runner)
     assert runner.wrapper.extra == "the runnable's"
     assert runner.wrapper.unwrap() is runner.model
     assert runner.wrapper.runtime_mode is Mode.FULL
-    with pytest.raises(AttributeError, match="nothing_like_it"):
+    with pytest.raises(AttributeError, match="nothing_like_it not found. VLLM_LOGGING_LEVEL"):
         _ = runner.wrapper.nothing_like_it
+    runner.host.envs.VLLM_LOGGING_LEVEL = "DEBUG"
+    debugged = runner.host.wrapper_class(runner.model, runner.host.config, Mode.FULL)
+    with pytest.raises(AttributeError, match="nothing_like_it not exists in the runnable: Decoder"):
+        _ = debugged.nothing_like_it
     with pytest.raises(AssertionError):
         runner.host.wrapper_class(runner.model, runner.host.config, Mode.NONE)
 
