@@ -39,6 +39,8 @@ _EMPTY_LIBRARIES = (
 # Its functions are in the operator library.
 _ATTENTION_LIBRARY = "libatb.so"
 LIBRARIES = (DEVICE_LIBRARY, *_EMPTY_LIBRARIES, OPERATOR_LIBRARY, _ATTENTION_LIBRARY)
+OPTIONS_LIBRARY = "libgraphrt_sim_options.so"
+"""Built where torch is a CUDA build that torch_npu cannot be loaded beside."""
 _LACKS = """
 #include "errors.h"
 #define WEAK extern "C" __attribute__((weak, visibility("default")))
@@ -83,8 +85,16 @@ def build() -> Path:
     return target
 
 
+def takes_options_back() -> bool:
+    """Whether torch registers allocator options of CUDA by a name that torch_npu has too."""
+    header = _package("torch") / "include/c10/core/AllocatorConfig.h"
+    is_cuda = (_package("torch") / "lib/libc10_cuda.so").exists()
+    return is_cuda and "getMutableKeys" in header.read_text(encoding="utf-8")
+
+
 def _complete(directory: Path) -> bool:
-    names = (*LIBRARIES, f"{OLD_CANN}/{DEVICE_LIBRARY}")
+    names = [*LIBRARIES, f"{OLD_CANN}/{DEVICE_LIBRARY}"]
+    names += [OPTIONS_LIBRARY] if takes_options_back() else []
     return all((directory / name).is_file() for name in names)
 
 
@@ -117,11 +127,13 @@ def _build_in(work: Path) -> None:
     include = [f"-I{torch / 'include'}", f"-I{torch / 'include/torch/csrc/api/include'}"]
     missing = work / "missing.cpp"
     missing.write_text(_refusals(_package("torch_npu") / "lib" / "libtorch_npu.so"))
-    # Only the operators are built on torch.
+    # Only these are built on torch.
     operators = sorted((SOURCES / "operators").glob("*.cpp"))
-    device = [path for path in sorted(SOURCES.rglob("*.cpp")) if path not in operators]
+    beside_cuda = sorted((SOURCES / "torch").glob("*.cpp"))
+    on_torch = [*operators, *(beside_cuda if takes_options_back() else [])]
+    device = [p for p in sorted(SOURCES.rglob("*.cpp")) if p not in (*operators, *beside_cuda)]
     # The slow ones first.
-    jobs = [["-std=c++20", *include, str(path)] for path in operators]
+    jobs = [["-std=c++20", *include, str(path)] for path in on_torch]
     jobs += [["-std=c++17", str(path)] for path in (*device, missing)]
     done = itertools.count(1)
 
@@ -145,6 +157,8 @@ def _build_in(work: Path) -> None:
     libraries = [f"-L{torch / 'lib'}", "-ltorch_cpu", "-lc10"]
     _link(work, OPERATOR_LIBRARY, *objects([*operators, missing]), *here, *libraries)
     _link(work, _ATTENTION_LIBRARY, *here, "-lopapi")
+    if takes_options_back():
+        _link(work, OPTIONS_LIBRARY, *objects(beside_cuda), f"-L{torch / 'lib'}", "-lc10")
 
 
 def _refusals(wheel: Path) -> str:

@@ -17,7 +17,6 @@ from typing import Any
 from graphrt.errors import PlatformError
 from graphrt_ascend_sim import building
 
-_WHEEL = "2.13"
 _NOTICE = (
     "graphrt: ascend-sim is a simulation of an Ascend NPU on the CPU; its times mean nothing.\n"
 )
@@ -39,11 +38,11 @@ def why_not() -> str | None:
     try:
         found = version("torch_npu")
     except PackageNotFoundError:
-        return f"torch_npu is not installed; the simulator needs torch-npu=={_WHEEL}.0"
-    if not found.startswith(f"{_WHEEL}.") or find_spec("torch_npu") is None:
-        return f"the simulator is made for torch_npu {_WHEEL}, found {found}"
-    if not version("torch").startswith(f"{_WHEEL}."):
-        return f"torch_npu {found} needs torch {_WHEEL}, found {version('torch')}"
+        return "torch_npu is not installed, which the simulator runs under"
+    if version("torch").split(".")[:2] != (of := found.split("."))[:2]:
+        return f"torch_npu {found} needs torch {of[0]}.{of[1]}, found {version('torch')}"
+    if find_spec("torch_npu") is None:
+        return f"torch_npu {found} cannot be imported"
     if "torch_npu" in sys.modules:
         # A parent process may have put the simulator into LD_LIBRARY_PATH.
         return None if _inherited() is not None else "torch_npu was imported on another CANN before"
@@ -98,10 +97,20 @@ def _load() -> ctypes.CDLL:
     device = ctypes.CDLL(str(directories[0] / building.DEVICE_LIBRARY), mode=ctypes.RTLD_GLOBAL)
     for name in building.LIBRARIES[1:]:
         ctypes.CDLL(str(directory / name), mode=ctypes.RTLD_GLOBAL)
+    if building.takes_options_back():
+        ctypes.CDLL(str(directory / building.OPTIONS_LIBRARY)).graphrt_sim_forget_options()
     # It prints that it misses the folder of a CANN, of which the simulator has none.
     said = io.StringIO()
-    with redirect_stdout(said):
-        importlib.import_module("torch_npu")
+    try:
+        with redirect_stdout(said):
+            importlib.import_module("torch_npu")
+    except ImportError as error:
+        raise PlatformError(
+            f"the Ascend simulator does not serve torch_npu {version('torch_npu')}",
+            got=str(error),
+            expected="a torch_npu that links only to functions of CANN that the simulator has",
+            advice="torch_npu 2.13 or 2.14, which its tests ran with",
+        ) from error
     lines = said.getvalue().splitlines(keepends=True)
     sys.stdout.write("".join(line for line in lines if "ASCEND_HOME_PATH" not in line))
     return device
