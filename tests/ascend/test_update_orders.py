@@ -13,6 +13,7 @@ from fake_npu import FakeGraph, FakeNpu, FakeStream
 from graphrt.ascend.driver import launch_queue
 from graphrt.ascend.update import allocations, brackets
 from graphrt.ascend.update.brackets import Groups, TaskHandle
+from graphrt.ascend.update.deferred import UpdateWindow
 from graphrt.ascend.update.streams import (
     is_update_stream,
     leave_stream,
@@ -208,6 +209,37 @@ def test_a_launch_that_is_interrupted_behind_its_replay_is_watched_until_its_end
         world.tasks.launch(world.graph, world.updates, "graph")
     assert watchdog.log == ["graph on C"]
     assert world.npu.told()[-len(SETTLED) :] == SETTLED
+
+
+def test_a_launched_step_is_watched_from_its_launch_to_its_last_signal():
+    watchdog = Watchdog()
+    world = World(watchdog=watchdog)
+    world.tasks.launch(world.graph, world.updates, "graph")
+    assert watchdog.log == ["graph on C", "launched"]
+    world.tasks.update(world.graph, world.updates, False)
+    told = [what for n in (0, 1) for what in (f"updating task {n}", "signalled on S1")]
+    assert watchdog.log[2:] == told
+
+
+def test_tasks_left_out_of_an_update_are_named_up_to_four():
+    world = World(count=6)
+    window = UpdateWindow(world.npu.pool[1], world.updates)
+    with pytest.raises(TaskContractError) as caught:
+        window.check()
+    assert "6 without a signal: task 0, task 1, task 2, task 3, …" in str(caught.value)
+    assert window.next is world.updates[0]
+    for update in world.updates[:2]:
+        window.signal(update)
+    with pytest.raises(TaskContractError) as caught:
+        window.check()
+    assert "4 without a signal: task 2, task 3, task 4, task 5\n" in f"{caught.value}\n"
+    assert window.next is world.updates[2]
+    for update in world.updates[2:]:
+        window.signal(update)
+    window.check()
+    assert window.next is world.updates[5]
+    with pytest.raises(TaskContractError, match="no task"):
+        window.signal(world.updates[0])
 
 
 @pytest.mark.parametrize("order", ["replay_first", "update_first"])

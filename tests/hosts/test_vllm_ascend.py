@@ -22,12 +22,14 @@ from graphrt.core.base.errors import (
 )
 from graphrt.hosts.vllm_ascend import (
     ACLGraphWrapper,
+    Engine,
     GraphParams,
     install,
     install_if_asked,
     installing,
     uninstall,
 )
+from graphrt.hosts.vllm_ascend.entries import Entries
 from graphrt.hosts.vllm_ascend.installing import SWITCH
 from graphrt.hosts.vllm_ascend.operators import Issued, _check_lengths
 
@@ -332,6 +334,39 @@ def test_sleep_clears_all_graphs_and_wake_up_recaptures(runner):
     assert runner.differs(6) == []
     runner.wrapper.concrete_aclgraph_entries = {}
     assert len(runner.wrapper._graphs.entries) == 0
+
+
+def test_the_graph_params_of_a_context_are_those_that_attention_asks_for():
+    getters = ("get_graph_params", "get_draft_graph_params", "get_draft_graph_prefill_params")
+    module = SimpleNamespace(**{name: lambda name=name: name for name in getters})
+    main, draft, prefill = getters
+    for said, expected in (
+        ({}, main),
+        ({"is_draft_model": False, "is_draft_model_prefill": True}, main),
+        ({"is_draft_model": True}, draft),
+        ({"is_draft_model": True, "is_draft_model_prefill": False}, draft),
+        ({"is_draft_model": True, "is_draft_model_prefill": True}, prefill),
+    ):
+        assert Engine(module).params_of(SimpleNamespace(**said)) == expected
+
+
+def test_a_graph_is_taken_out_only_while_no_step_is_under_way():
+    busy, dropped = [True], []
+
+    def check() -> None:
+        if busy:
+            raise RuntimeError("under way")
+
+    entries = Entries(check, dropped.append)
+    entries.add("key", None)
+    with pytest.raises(KeyError):
+        del entries["other"]
+    with pytest.raises(RuntimeError, match="under way"):
+        del entries["key"]
+    assert list(entries) == ["key"] and dropped == []
+    busy.clear()
+    del entries["key"]
+    assert list(entries) == [] and dropped == ["key"]
 
 
 def test_a_wrapper_without_a_capture_runs_steps_of_other_modes():
