@@ -336,6 +336,35 @@ def test_sleep_clears_all_graphs_and_wake_up_recaptures(runner):
     assert len(runner.wrapper._graphs.entries) == 0
 
 
+def test_of_two_wrappers_with_graphs_of_one_key_the_launched_one_is_updated():
+    made = Runner(sizes=(8,))
+    first = made.wrapper, made.model
+    second = Decoder(made.host)
+    both = [first, (made.host.wrapper_class(second, made.host.config, Mode.FULL), second)]
+    for made.wrapper, made.model in both:
+        made.capture()
+    for made.wrapper, made.model in [*both, *reversed(both)]:
+        assert made.differs(2) == []
+
+
+def test_a_capture_leaves_the_wait_of_external_events_as_it_was():
+    before = torch.npu.ExternalEvent.wait
+    Runner(sizes=(8,)).capture()
+    assert torch.npu.ExternalEvent.wait is before
+
+
+@pytest.mark.parametrize("under_way", ["_capturing", "_updating"])
+def test_workspaces_by_index_and_by_get_are_those_of_the_graph_under_way(monkeypatch, under_way):
+    params = GraphParams({8: []}, {8: "the host's"}, {8: []}, {8: []})
+    sites = SimpleNamespace(workspaces={8: "the graph's"})
+    found = sites if under_way == "_capturing" else [SimpleNamespace(sites=sites)]
+    monkeypatch.setattr(GraphParams, under_way, lambda *rest: found)
+    assert params.workspaces[8] == params.workspaces.get(8) == "the graph's"
+    assert params.workspaces.get(4) is params.workspaces[4] is None
+    monkeypatch.undo()
+    assert params.workspaces[8] == params.workspaces.get(8) == "the host's"
+
+
 def test_the_graph_params_of_a_context_are_those_that_attention_asks_for():
     getters = ("get_graph_params", "get_draft_graph_params", "get_draft_graph_prefill_params")
     module = SimpleNamespace(**{name: lambda name=name: name for name in getters})
