@@ -31,7 +31,7 @@ from graphrt.hosts.vllm_ascend import (
 )
 from graphrt.hosts.vllm_ascend.entries import Entries
 from graphrt.hosts.vllm_ascend.installing import SWITCH
-from graphrt.hosts.vllm_ascend.operators import Issued, _check_lengths
+from graphrt.hosts.vllm_ascend.operators import Issued, OperatorWatch, _check_lengths
 
 pytestmark = pytest.mark.npu
 
@@ -345,6 +345,14 @@ def test_of_two_wrappers_with_graphs_of_one_key_the_launched_one_is_updated():
         made.capture()
     for made.wrapper, made.model in [*both, *reversed(both)]:
         assert made.differs(2) == []
+
+
+def test_sites_whose_operators_are_not_seen_are_captured_and_updated(monkeypatch):
+    """Those of a library that does not go through torch's dispatch."""
+    monkeypatch.setattr(OperatorWatch, "take", lambda self: [])
+    made = Runner(sizes=(8,))
+    made.capture()
+    assert made.differs(2) == []
 
 
 def test_a_capture_leaves_the_wait_of_external_events_as_it_was():
