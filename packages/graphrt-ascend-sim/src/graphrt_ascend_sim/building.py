@@ -39,8 +39,6 @@ _EMPTY_LIBRARIES = (
 # Its functions are in the operator library.
 _ATTENTION_LIBRARY = "libatb.so"
 LIBRARIES = (DEVICE_LIBRARY, *_EMPTY_LIBRARIES, OPERATOR_LIBRARY, _ATTENTION_LIBRARY)
-OPTIONS_LIBRARY = "libgraphrt_sim_options.so"
-"""Built where torch is a CUDA build that torch_npu cannot be loaded beside."""
 _LACKS = """
 #include "errors.h"
 #define WEAK extern "C" __attribute__((weak, visibility("default")))
@@ -85,7 +83,7 @@ def build() -> Path:
     return target
 
 
-def takes_options_back() -> bool:
+def _takes_options_back() -> bool:
     """Whether torch registers allocator options of CUDA by a name that torch_npu has too."""
     header = _package("torch") / "include/c10/core/AllocatorConfig.h"
     is_cuda = (_package("torch") / "lib/libc10_cuda.so").exists()
@@ -93,8 +91,7 @@ def takes_options_back() -> bool:
 
 
 def _complete(directory: Path) -> bool:
-    names = [*LIBRARIES, f"{OLD_CANN}/{DEVICE_LIBRARY}"]
-    names += [OPTIONS_LIBRARY] if takes_options_back() else []
+    names = (*LIBRARIES, f"{OLD_CANN}/{DEVICE_LIBRARY}")
     return all((directory / name).is_file() for name in names)
 
 
@@ -129,9 +126,9 @@ def _build_in(work: Path) -> None:
     missing.write_text(_refusals(_package("torch_npu") / "lib" / "libtorch_npu.so"))
     # Only these are built on torch.
     operators = sorted((SOURCES / "operators").glob("*.cpp"))
-    beside_cuda = sorted((SOURCES / "torch").glob("*.cpp"))
-    on_torch = [*operators, *(beside_cuda if takes_options_back() else [])]
-    device = [p for p in sorted(SOURCES.rglob("*.cpp")) if p not in (*operators, *beside_cuda)]
+    beside_cuda = SOURCES / "torch" / "allocator_options.cpp"
+    on_torch = [*operators, *([beside_cuda] if _takes_options_back() else [])]
+    device = [p for p in sorted(SOURCES.rglob("*.cpp")) if p not in (*operators, beside_cuda)]
     # The slow ones first.
     jobs = [["-std=c++20", *include, str(path)] for path in on_torch]
     jobs += [["-std=c++17", str(path)] for path in (*device, missing)]
@@ -154,11 +151,12 @@ def _build_in(work: Path) -> None:
     _link(work, f"{OLD_CANN}/{DEVICE_LIBRARY}", *objects(older), "-lpthread")
     for name in _EMPTY_LIBRARIES:
         _link(work, name, *here)
+    if _takes_options_back():
+        options = [*objects([beside_cuda]), f"-L{torch / 'lib'}", "-lc10"]
+        _link(work, "libhccl.so", *options, *here)
     libraries = [f"-L{torch / 'lib'}", "-ltorch_cpu", "-lc10"]
     _link(work, OPERATOR_LIBRARY, *objects([*operators, missing]), *here, *libraries)
     _link(work, _ATTENTION_LIBRARY, *here, "-lopapi")
-    if takes_options_back():
-        _link(work, OPTIONS_LIBRARY, *objects(beside_cuda), f"-L{torch / 'lib'}", "-lc10")
 
 
 def _refusals(wheel: Path) -> str:

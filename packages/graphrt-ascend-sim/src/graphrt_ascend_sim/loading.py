@@ -97,8 +97,6 @@ def _load() -> ctypes.CDLL:
     device = ctypes.CDLL(str(directories[0] / building.DEVICE_LIBRARY), mode=ctypes.RTLD_GLOBAL)
     for name in building.LIBRARIES[1:]:
         ctypes.CDLL(str(directory / name), mode=ctypes.RTLD_GLOBAL)
-    if building.takes_options_back():
-        ctypes.CDLL(str(directory / building.OPTIONS_LIBRARY)).graphrt_sim_forget_options()
     # It prints that it misses the folder of a CANN, of which the simulator has none.
     said = io.StringIO()
     try:

@@ -1,6 +1,7 @@
 // From torch 2.14 on, a CUDA build registers names of allocator options that torch_npu registers
 // too, which ends the process (registerDeviceConfigParserHook in c10/core/AllocatorConfig.h). No GPU
-// is used beside the simulator, so the names are taken back before torch_npu is loaded.
+// is used beside the simulator, so the names are taken back before torch_npu is loaded: by a library
+// that it links to, so that this is done in processes that only inherit the libraries too.
 
 #include <c10/core/AllocatorConfig.h>
 
@@ -21,7 +22,7 @@ template struct Opened<&Config::getMutableKeys>;
 
 }  // namespace
 
-extern "C" __attribute__((visibility("default"))) void graphrt_sim_forget_options() {
+__attribute__((constructor)) static void take_names_back() {
     for (const char* name : {"per_process_memory_fraction", "pinned_reserve_segment_size_mb"}) {
         names().erase(name);
     }
