@@ -98,6 +98,7 @@ class Failing(Decoder):
 
     layer: str | None = None
     late = False
+    error: type[BaseException] = Boom
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -108,11 +109,11 @@ class Failing(Decoder):
             fails = self.layer == f"layers.{(calls[0] - 1) % self.layers}"
             if fails and not self.late:
                 calls[0] = 0
-                raise Boom(self.layer)
+                raise self.error(self.layer)
             issue(*args, **kwargs)
             if fails:
                 calls[0] = 0
-                raise Boom(self.layer)
+                raise self.error(self.layer)
 
         self.task.issue = issue_or_fail
 
@@ -136,10 +137,10 @@ class _Record:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         fails = self._decoder.layer == self._task.name
         if fails and not self._decoder.late:
-            raise Boom(self._task.name)
+            raise self._decoder.error(self._task.name)
         output = self._operator(*args, **kwargs)
         if fails:
-            raise Boom(self._task.name)
+            raise self._decoder.error(self._task.name)
         return output
 
 

@@ -401,14 +401,15 @@ def test_failed_captures_leak_neither_memory_nor_streams_nor_groups(breaks, erro
 @pytest.mark.npu
 def test_releasing_graphs_returns_their_memory_to_the_device():
     pool = GraphPool("ascend")
+    # Made first: its caches of 2 MB each take a segment of 20 MB, which is the model's.
+    decoder = Decoder(2)
     torch.npu.empty_cache()
     before = torch.npu.memory_reserved()
-    with runner(Decoder(2), pool=pool) as run:
+    with runner(decoder, pool=pool) as run:
         run.capture()
-        # Checks of captures leave segments of the same size behind, which are not the pool's.
-        taken, held = pool.bytes(), torch.npu.memory_reserved()
-        assert 0 < taken <= held - before
+        assert pool.bytes() > 0
+        assert torch.npu.memory_reserved() > before
         run.release()
+    del run  # with its input buffers, which are not the pool's
     pool.close()
-    del run
-    assert torch.npu.memory_reserved() <= held - taken
+    assert torch.npu.memory_reserved() == before

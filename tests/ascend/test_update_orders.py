@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -10,8 +11,9 @@ import pytest
 from fake_npu import FakeGraph, FakeNpu, FakeStream
 
 from graphrt.ascend.driver import launch_queue
-from graphrt.ascend.update import allocations
+from graphrt.ascend.update import allocations, brackets
 from graphrt.ascend.update.brackets import Groups, TaskHandle
+from graphrt.ascend.update.deferred import UpdateWindow
 from graphrt.ascend.update.streams import (
     is_update_stream,
     leave_stream,
@@ -182,6 +184,64 @@ def test_a_second_update_ahead_takes_back_the_first_and_the_launch_waits_for_the
     assert world.npu.told()[:2] == ["C waits for event 2", "graph.replay on C"]
 
 
+def test_a_launch_that_fails_is_settled_and_watched_no_more():
+    watchdog = Watchdog()
+    world = World(watchdog=watchdog)
+    world.graph.fails = ("replay",)
+    world.npu.told()
+    with pytest.raises(RuntimeError, match="replay fails"):
+        world.tasks.launch(world.graph, world.updates, "graph")
+    signals = ["S1 signals signal 0", "S1 signals signal 1"]
+    assert world.npu.told() == ["graph.replay on C", *signals, *SETTLED]
+    assert watchdog.log == ["graph on C", "dropped"]
+
+
+def test_a_launch_that_is_interrupted_behind_its_replay_is_watched_until_its_end(monkeypatch):
+    watchdog = Watchdog()
+    world = World(watchdog=watchdog)
+
+    def interrupted(step: Step, done: Any) -> None:
+        step.is_launched = True
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Step, "launched", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        world.tasks.launch(world.graph, world.updates, "graph")
+    assert watchdog.log == ["graph on C"]
+    assert world.npu.told()[-len(SETTLED) :] == SETTLED
+
+
+def test_a_launched_step_is_watched_from_its_launch_to_its_last_signal():
+    watchdog = Watchdog()
+    world = World(watchdog=watchdog)
+    world.tasks.launch(world.graph, world.updates, "graph")
+    assert watchdog.log == ["graph on C", "launched"]
+    world.tasks.update(world.graph, world.updates, False)
+    told = [what for n in (0, 1) for what in (f"updating task {n}", "signalled on S1")]
+    assert watchdog.log[2:] == told
+
+
+def test_tasks_left_out_of_an_update_are_named_up_to_four():
+    world = World(count=6)
+    window = UpdateWindow(world.npu.pool[1], world.updates)
+    with pytest.raises(TaskContractError) as caught:
+        window.check()
+    assert "6 without a signal: task 0, task 1, task 2, task 3, …" in str(caught.value)
+    assert window.next is world.updates[0]
+    for update in world.updates[:2]:
+        window.signal(update)
+    with pytest.raises(TaskContractError) as caught:
+        window.check()
+    assert "4 without a signal: task 2, task 3, task 4, task 5\n" in f"{caught.value}\n"
+    assert window.next is world.updates[2]
+    for update in world.updates[2:]:
+        window.signal(update)
+    window.check()
+    assert window.next is world.updates[5]
+    with pytest.raises(TaskContractError, match="no task"):
+        window.signal(world.updates[0])
+
+
 @pytest.mark.parametrize("order", ["replay_first", "update_first"])
 def test_unchanged_tasks_are_signalled_without_a_new_issue(order):
     world = World(order)
@@ -281,9 +341,14 @@ def test_after_the_launch_queue_ended_every_replay_is_refused(monkeypatch):
         world.replay()
     assert caught.value.task == "task 1"
     world.npu.told()
-    with pytest.raises(CaptureError, match="start the process anew"):
-        world.tasks.replay(world.graph, world.updates, True, "graph")
-    assert world.npu.told() == []
+    for step in (
+        lambda: world.tasks.replay(world.graph, world.updates, True, "graph"),
+        lambda: world.tasks.launch(world.graph, world.updates, "graph"),
+        lambda: ahead(world),
+    ):
+        with pytest.raises(CaptureError, match="start the process anew"):
+            step()
+        assert world.npu.told() == []
 
 
 def test_an_allocating_update_is_detected_at_its_first_issue_of_each_kind(monkeypatch):
@@ -484,6 +549,20 @@ def test_a_step_whose_update_stream_was_given_up_takes_another_stream():
 
 
 # Brackets ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_without_a_value_wait_an_event_is_created_on_another_stream_than_the_capture(
+    monkeypatch, first
+):
+    monkeypatch.setattr(brackets, "has_value_wait", lambda: False)
+    npu = FakeNpu(streams=2)
+    capturing, side = npu.pool
+    npu._turn = itertools.cycle([npu.pool[first], npu.pool[1 - first]])
+    with npu.stream(capturing):
+        Groups(npu).begin(FakeGraph(npu))
+    created = [f"{side} signals signal 0", f"{side} resets signal 0"]
+    assert npu.told()[:3] == [*created, f"{capturing} takes signal 0"]
 
 
 def test_aborting_a_failed_task_twice_closes_its_group_once():

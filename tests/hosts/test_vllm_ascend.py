@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import weakref
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import protocol_engine as host
 import pytest
@@ -25,6 +25,7 @@ from graphrt.core.base.errors import (
 )
 from graphrt.hosts.vllm_ascend import (
     ACLGraphWrapper,
+    Engine,
     GraphParams,
     install,
     install_if_asked,
@@ -32,8 +33,10 @@ from graphrt.hosts.vllm_ascend import (
     missing,
     uninstall,
 )
+from graphrt.hosts.vllm_ascend.entries import Entries
 from graphrt.hosts.vllm_ascend.installing import SWITCH
 from graphrt.hosts.vllm_ascend.missing import refuse_waiting, refusing_first
+from graphrt.hosts.vllm_ascend.operators import Issued, OperatorWatch, _check_lengths
 from graphrt.hosts.vllm_ascend.params import not_served
 
 pytestmark = pytest.mark.npu
@@ -389,6 +392,103 @@ def test_sleep_clears_all_graphs_and_wake_up_recaptures(runner):
     assert len(runner.wrapper._graphs.entries) == 0
 
 
+def test_of_two_wrappers_with_graphs_of_one_key_the_launched_one_is_updated():
+    made = Runner(sizes=(8,))
+    first = made.wrapper, made.model
+    second = Decoder(made.host)
+    both = [first, (made.host.wrapper_class(second, made.host.config, Mode.FULL), second)]
+    for made.wrapper, made.model in both:
+        made.capture()
+    for made.wrapper, made.model in [*both, *reversed(both)]:
+        assert made.differs(2) == []
+
+
+def test_sites_whose_operators_are_not_seen_are_captured_and_updated(monkeypatch):
+    """Those of a library that does not go through torch's dispatch."""
+    monkeypatch.setattr(OperatorWatch, "take", lambda self: [])
+    made = Runner(sizes=(8,))
+    made.capture()
+    assert made.differs(2) == []
+
+
+def test_a_capture_leaves_the_wait_of_external_events_as_it_was():
+    before = torch.npu.ExternalEvent.wait
+    Runner(sizes=(8,)).capture()
+    assert torch.npu.ExternalEvent.wait is before
+
+
+@pytest.mark.parametrize("under_way", ["_capturing", "_updating"])
+def test_workspaces_by_index_and_by_get_are_those_of_the_graph_under_way(monkeypatch, under_way):
+    params = GraphParams({8: []}, {8: "the host's"}, {8: []}, {8: []})
+    sites = SimpleNamespace(workspaces={8: "the graph's"})
+    found = sites if under_way == "_capturing" else [SimpleNamespace(sites=sites)]
+    monkeypatch.setattr(GraphParams, under_way, lambda *rest: found)
+    assert params.workspaces[8] == params.workspaces.get(8) == "the graph's"
+    assert params.workspaces.get(4) is params.workspaces[4] is None
+    monkeypatch.undo()
+    assert params.workspaces[8] == params.workspaces.get(8) == "the host's"
+
+
+def test_the_graph_params_of_a_context_are_those_that_attention_asks_for():
+    getters = ("get_graph_params", "get_draft_graph_params", "get_draft_graph_prefill_params")
+    module = SimpleNamespace(**{name: lambda name=name: name for name in getters})
+    main, draft, prefill = getters
+    for said, expected in (
+        ({}, main),
+        ({"is_draft_model": False, "is_draft_model_prefill": True}, main),
+        ({"is_draft_model": True}, draft),
+        ({"is_draft_model": True, "is_draft_model_prefill": False}, draft),
+        ({"is_draft_model": True, "is_draft_model_prefill": True}, prefill),
+    ):
+        assert Engine(module).params_of(SimpleNamespace(**said)) == expected
+
+
+def test_a_graph_is_taken_out_only_while_no_step_is_under_way():
+    busy, dropped = [True], []
+
+    def check() -> None:
+        if busy:
+            raise RuntimeError("under way")
+
+    entries = Entries(check, dropped.append)
+    entries.add("key", None)
+    with pytest.raises(KeyError):
+        del entries["other"]
+    with pytest.raises(RuntimeError, match="under way"):
+        del entries["key"]
+    assert list(entries) == ["key"] and dropped == []
+    busy.clear()
+    del entries["key"]
+    assert list(entries) == [] and dropped == ["key"]
+
+
+def test_a_wrapper_without_a_capture_runs_steps_of_other_modes():
+    made = Runner()
+    lens = made.fill(4)
+    eager = made.eager(Key(4), lens)
+    made.capture()
+    assert torch.equal(made.replay(Key(4), lens).cpu(), eager)
+
+
+@pytest.mark.parametrize(
+    ("kind", "cache", "table"),
+    [
+        ("_npu_paged_attention", "key_cache", "block_table"),
+        ("npu_multi_head_latent_attention", "ctkv", "block_tables"),
+    ],
+)
+def test_lengths_of_atb_beyond_the_block_table_are_refused_and_others_taken(kind, cache, table):
+    arguments = ("query", cache, table, "context_lens")
+    schema = SimpleNamespace(arguments=[SimpleNamespace(name=name) for name in arguments])
+    function = SimpleNamespace(_schema=schema)
+    blocks = torch.zeros((6, 128, 1, 64)), torch.zeros((2, 3), dtype=torch.int32)
+    for longest in (1, 384):
+        _check_lengths(Issued(function, (torch.zeros(2, 8), *blocks, [5, longest]), {}))
+    with pytest.raises(InvalidUpdateError, match="beyond its block table") as caught:
+        _check_lengths(Issued(function, (torch.zeros(2, 8), *blocks, [5, 385]), {}))
+    assert "at most 384 each" in str(caught.value)
+
+
 def test_a_capture_after_the_engine_ended_capturing_raises(runner):
     runner.host.capturing_enabled = False
     with (
@@ -404,8 +504,12 @@ def test_the_wrapper_forwards_attributes_and_has_unwrap_and_runtime_mode(runner)
     assert runner.wrapper.extra == "the runnable's"
     assert runner.wrapper.unwrap() is runner.model
     assert runner.wrapper.runtime_mode is Mode.FULL
-    with pytest.raises(AttributeError, match="nothing_like_it"):
+    with pytest.raises(AttributeError, match="nothing_like_it not found"):
         _ = runner.wrapper.nothing_like_it
+    runner.host.envs.VLLM_LOGGING_LEVEL = "DEBUG"
+    debugged = runner.host.wrapper_class(runner.model, runner.host.config, Mode.FULL)
+    with pytest.raises(AttributeError, match="nothing_like_it not exists in the runnable: Decoder"):
+        _ = debugged.nothing_like_it
     with pytest.raises(AssertionError):
         runner.host.wrapper_class(runner.model, runner.host.config, Mode.NONE)
 

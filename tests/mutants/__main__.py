@@ -1,7 +1,7 @@
 """Change core line by line and see whether tests notice; with GRAPHRT_PLATFORM=ascend-sim, the
 Ascend platform, with the mutants of `by_hand.py` first.
 
-    python -m tests.mutants [--per-file N] [--seed N] [--only TEXT ...] [--all-tests]
+    python -m tests.mutants [--per-file N | --draw N] [--seed N] [--only TEXT ...] [--all-tests]
         [--json FILE]
 
 A mutant that no test notices is a survivor; `survivors.json` says why those that are known do no
@@ -67,6 +67,13 @@ def chosen(per_file: int, seed: int, only: Sequence[str] = ()) -> list[Mutant]:
     return mutants_chosen
 
 
+def drawn(count: int, seed: int, only: Sequence[str] = ()) -> list[Mutant]:
+    """So many mutants, drawn at random from all of the files that have one of `only` in their name;
+    long files give more of them than short ones."""
+    named = [file for file in files() if not only or any(text in file for text in only)]
+    return random.Random(seed).sample([each for f in named for each in mutants(ROOT, f)], count)
+
+
 def explained() -> dict[str, str]:
     """Why a survivor does no harm, by the name of the mutant."""
     loaded: dict[str, str] = json.loads(EXPLAINED.read_text(encoding="utf-8"))
@@ -76,6 +83,7 @@ def explained() -> dict[str, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("--per-file", type=int, default=3, metavar="N")
+    parser.add_argument("--draw", type=int, metavar="N", help="so many in all, of all files")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="+", default=[], help="a part of its name, or the name")
     parser.add_argument("--all-tests", action="store_true", help="the other tests too, if needed")
@@ -83,7 +91,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    todo = chosen(options.per_file, options.seed, options.only)
+    if options.draw:
+        todo = drawn(options.draw, options.seed, options.only)
+    else:
+        todo = chosen(options.per_file, options.seed, options.only)
     known, done = explained(), []
     with copied() as tree:
         for folder in dict.fromkeys(folder_of(mutant.file) for mutant in todo):

@@ -170,16 +170,23 @@ _PROTOCOL = (
 )
 # Asked on the simulator, where core is not changed.
 ASCEND_TESTS: dict[str, tuple[str, ...]] = {
-    "graphrt/ascend/update/": _PROTOCOL,
+    "graphrt/ascend/update/": (
+        "tests/ascend/test_deferred.py",
+        "tests/ascend/test_unchanged.py",
+        *_PROTOCOL,
+    ),
     "graphrt/ascend/attention/": (
         "tests/ascend/test_attention.py",
         "tests/ascend/test_workspaces.py",
         "tests/ascend/test_atb_attention.py",
         "tests/ascend/test_ascend_modes.py",
     ),
-    # What is left of it: captures, memory, options, platform, watchdog.
+    "graphrt/hosts/vllm_ascend/": ("tests/hosts/test_vllm_ascend.py",),
+    # What is left of it: captures, memory, options, platform, updates that come later, watchdog.
     "graphrt/ascend/": (
+        "tests/ascend/test_deferred.py",
         *_PROTOCOL,
+        "tests/ascend/test_streams_kept.py",
         "tests/ascend/test_ascend_modes.py",
         "tests/ascend/test_dropped.py",
     ),
@@ -194,7 +201,7 @@ ELSEWHERE = (
 CHANGED = ASCEND_TESTS if SIMULATED else TESTS
 """The folders that are changed, and what is asked first: by where the tests run."""
 REST = (
-    ("tests/ascend",)
+    ("tests/ascend", "tests/hosts/test_vllm_ascend.py")
     if SIMULATED
     else (
         "tests/core",

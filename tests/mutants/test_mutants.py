@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.mutants import __main__ as command
-from tests.mutants.__main__ import chosen, explained, files
+from tests.mutants.__main__ import chosen, drawn, explained, files
 from tests.mutants.by_hand import by_hand
 from tests.mutants.mutate import mutants
 from tests.mutants.run import ASCEND_TESTS, ROOT, TESTS, asked_first
@@ -79,6 +79,13 @@ def test_a_mutant_can_be_chosen_by_full_name_or_part_of_a_name():
 @pytest.mark.usefixtures("few_files")
 def test_drawing_more_mutants_per_file_keeps_the_first_mutants():
     assert set(chosen(1, 0)) <= set(chosen(3, 0))
+
+
+@pytest.mark.usefixtures("few_files")
+def test_mutants_drawn_from_all_files_are_of_the_named_files_and_of_the_seed():
+    some = drawn(5, 1, ["core/dispatch/"])
+    assert some == drawn(5, 1, ["core/dispatch/"]) != drawn(5, 2, ["core/dispatch/"])
+    assert len(some) == 5 and all("core/dispatch/" in mutant.file for mutant in some)
 
 
 def test_every_explained_surviving_mutant_still_exists_in_the_code():

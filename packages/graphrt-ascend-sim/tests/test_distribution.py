@@ -106,7 +106,7 @@ def test_naming_the_simulator_without_its_requirements_raises_with_the_reason(
     done = run(code, installed, GRAPHRT_PLATFORM="ascend-sim", **cache)
     assert done.returncode == 1
     assert "PlatformError" in done.stderr
-    reasons = ("torch_npu is not installed", "g++ is missing", "needs Linux", "needs torch 2.13")
+    reasons = ("torch_npu is not installed", "g++ is missing", "needs Linux", "cannot be imported")
     assert any(reason in done.stderr for reason in reasons), done.stderr
 
 
@@ -114,3 +114,14 @@ def test_running_the_simulator_module_without_arguments_prints_usage(installed: 
     code = "import runpy, sys; sys.argv[1:] = []; runpy.run_module('graphrt_ascend_sim')"
     done = run(code, installed)
     assert done.returncode == 1 and "SCRIPT|-m MODULE" in done.stderr
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks for Linux before versions")
+def test_a_torch_npu_of_another_version_than_torch_is_refused_with_both(installed: Path) -> None:
+    code = """
+        from graphrt_ascend_sim import loading
+        loading.version = {"torch": "2.14.1+cpu", "torch_npu": "2.13.0"}.__getitem__
+        print(loading.why_not())
+    """
+    done = run(code, installed)
+    assert "torch_npu 2.13.0 needs torch 2.13, found 2.14.1+cpu" in done.stdout, done.stderr

@@ -4,7 +4,7 @@ graphrt finds it as the platform `ascend-sim`, through the entry point of this d
 
 Streams, events, capture, task groups, limits and error codes are those of the device; times mean
 nothing. It is taken by name only, with `GRAPHRT_PLATFORM=ascend-sim` or `platform="ascend-sim"`,
-and needs torch_npu 2.13 and g++, which builds it at first use. Importing torch next to torch_npu
+and needs torch_npu and g++, which builds it at first use. Importing torch next to torch_npu
 needs TORCH_DEVICE_BACKEND_AUTOLOAD=0 in the environment, as on every machine without CANN.
 
 These variables of the environment, read when it starts, select what it does:

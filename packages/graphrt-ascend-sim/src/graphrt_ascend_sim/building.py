@@ -83,6 +83,13 @@ def build() -> Path:
     return target
 
 
+def _takes_options_back() -> bool:
+    """Whether torch registers allocator options of CUDA by a name that torch_npu has too."""
+    header = _package("torch") / "include/c10/core/AllocatorConfig.h"
+    is_cuda = (_package("torch") / "lib/libc10_cuda.so").exists()
+    return is_cuda and "getMutableKeys" in header.read_text(encoding="utf-8")
+
+
 def _complete(directory: Path) -> bool:
     names = (*LIBRARIES, f"{OLD_CANN}/{DEVICE_LIBRARY}")
     return all((directory / name).is_file() for name in names)
@@ -117,11 +124,13 @@ def _build_in(work: Path) -> None:
     include = [f"-I{torch / 'include'}", f"-I{torch / 'include/torch/csrc/api/include'}"]
     missing = work / "missing.cpp"
     missing.write_text(_refusals(_package("torch_npu") / "lib" / "libtorch_npu.so"))
-    # Only the operators are built on torch.
+    # Only these are built on torch.
     operators = sorted((SOURCES / "operators").glob("*.cpp"))
-    device = [path for path in sorted(SOURCES.rglob("*.cpp")) if path not in operators]
+    beside_cuda = SOURCES / "torch" / "allocator_options.cpp"
+    on_torch = [*operators, *([beside_cuda] if _takes_options_back() else [])]
+    device = [p for p in sorted(SOURCES.rglob("*.cpp")) if p not in (*operators, beside_cuda)]
     # The slow ones first.
-    jobs = [["-std=c++20", *include, str(path)] for path in operators]
+    jobs = [["-std=c++20", *include, str(path)] for path in on_torch]
     jobs += [["-std=c++17", str(path)] for path in (*device, missing)]
     done = itertools.count(1)
 
@@ -142,6 +151,9 @@ def _build_in(work: Path) -> None:
     _link(work, f"{OLD_CANN}/{DEVICE_LIBRARY}", *objects(older), "-lpthread")
     for name in _EMPTY_LIBRARIES:
         _link(work, name, *here)
+    if _takes_options_back():
+        options = [*objects([beside_cuda]), f"-L{torch / 'lib'}", "-lc10"]
+        _link(work, "libhccl.so", *options, *here)
     libraries = [f"-L{torch / 'lib'}", "-ltorch_cpu", "-lc10"]
     _link(work, OPERATOR_LIBRARY, *objects([*operators, missing]), *here, *libraries)
     _link(work, _ATTENTION_LIBRARY, *here, "-lopapi")

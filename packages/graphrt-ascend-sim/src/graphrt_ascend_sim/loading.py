@@ -17,7 +17,6 @@ from typing import Any
 from graphrt.errors import PlatformError
 from graphrt_ascend_sim import building
 
-_WHEEL = "2.13"
 _NOTICE = (
     "graphrt: ascend-sim is a simulation of an Ascend NPU on the CPU; its times mean nothing.\n"
 )
@@ -39,11 +38,11 @@ def why_not() -> str | None:
     try:
         found = version("torch_npu")
     except PackageNotFoundError:
-        return f"torch_npu is not installed; the simulator needs torch-npu=={_WHEEL}.0"
-    if not found.startswith(f"{_WHEEL}.") or find_spec("torch_npu") is None:
-        return f"the simulator is made for torch_npu {_WHEEL}, found {found}"
-    if not version("torch").startswith(f"{_WHEEL}."):
-        return f"torch_npu {found} needs torch {_WHEEL}, found {version('torch')}"
+        return "torch_npu is not installed, which the simulator runs under"
+    if version("torch").split(".")[:2] != (of := found.split("."))[:2]:
+        return f"torch_npu {found} needs torch {of[0]}.{of[1]}, found {version('torch')}"
+    if find_spec("torch_npu") is None:
+        return f"torch_npu {found} cannot be imported"
     if "torch_npu" in sys.modules:
         # A parent process may have put the simulator into LD_LIBRARY_PATH.
         return None if _inherited() is not None else "torch_npu was imported on another CANN before"
@@ -85,8 +84,6 @@ def _load() -> ctypes.CDLL:
     if not building.is_built():
         sys.stderr.write("graphrt: building the simulator, once; this takes minutes\n")
     directory = building.build()
-    # The simulated device has no virtual memory.
-    os.environ.setdefault("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:False")
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     directories = [directory]
     if _cann() == building.OLD_CANN:
@@ -102,8 +99,16 @@ def _load() -> ctypes.CDLL:
         ctypes.CDLL(str(directory / name), mode=ctypes.RTLD_GLOBAL)
     # It prints that it misses the folder of a CANN, of which the simulator has none.
     said = io.StringIO()
-    with redirect_stdout(said):
-        importlib.import_module("torch_npu")
+    try:
+        with redirect_stdout(said):
+            importlib.import_module("torch_npu")
+    except ImportError as error:
+        raise PlatformError(
+            f"the Ascend simulator does not serve torch_npu {version('torch_npu')}",
+            got=str(error),
+            expected="a torch_npu that links only to functions of CANN that the simulator has",
+            advice="torch_npu 2.13 or 2.14, which its tests ran with",
+        ) from error
     lines = said.getvalue().splitlines(keepends=True)
     sys.stdout.write("".join(line for line in lines if "ASCEND_HOME_PATH" not in line))
     return device

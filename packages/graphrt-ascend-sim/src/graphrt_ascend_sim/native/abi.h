@@ -31,6 +31,7 @@ enum Code : aclError {
     kBlockingCall = 107041,
     kBranchCapturing = 107046,
     kNotSupported = 207000,
+    kMemoryAllocation = 207001,
     kNoStreamResource = 207005,
     kQueueFull = 207006,
     kNoEvent = 207007,

@@ -3,12 +3,12 @@
 #include <cstdlib>
 #include <cstring>
 #include <deque>
-#include <map>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "device/device.h"
+#include "device/memory.h"
 #include "errors.h"
 #include "graphs/graph.h"
 
@@ -16,32 +16,33 @@ using namespace sim;
 
 namespace {
 
-// All bits set: not a number in every floating-point type, -1 in every integer.
-constexpr int kPattern = 0xFF;
 // Freed memory is kept for a while, so that who still reads it finds the pattern and no crash.
 constexpr size_t kKeptBytes = 256u << 20;
 // The policy that torch_npu's NPUWorkspaceAllocator.cpp asks with, and no other of its allocators.
 constexpr int kHugeOnly = 1;
 enum CopyKind { kHostToHost = 0, kHostToDevice = 1, kDeviceToHost = 2 };
 
-struct Memory {
-    std::map<uintptr_t, size_t> device, pinned;
-    std::map<uintptr_t, size_t> workspaces;  // those of `device` that torch_npu's cache has
-    std::deque<std::pair<void*, size_t>> freed;
-    size_t used = 0, kept = 0;
+struct Freed {
+    std::deque<std::pair<void*, size_t>> blocks;
+    size_t kept = 0;
 };
 
-Memory& memory() {
-    static auto* all = new Memory;
+Freed& freed() {
+    static auto* all = new Freed;
     return *all;
 }
 
-bool contains(const std::map<uintptr_t, size_t>& blocks, const void* pointer, size_t bytes) {
-    const auto address = reinterpret_cast<uintptr_t>(pointer);
-    auto after = blocks.upper_bound(address);
-    if (after == blocks.begin()) return false;
-    --after;
-    return address + bytes <= after->first + after->second;
+// Blocks that touch count as one, as the maps of a segment do.
+bool contains(const Blocks& blocks, const void* pointer, size_t bytes) {
+    auto address = reinterpret_cast<uintptr_t>(pointer);
+    const auto end = address + bytes;
+    auto block = blocks.upper_bound(address);
+    if (block == blocks.begin()) return false;
+    for (--block; block != blocks.end() && block->first <= address; ++block) {
+        address = block->first + block->second;
+        if (end <= address) return true;
+    }
+    return false;
 }
 
 bool pageable(const void* pointer, size_t bytes) {
@@ -58,6 +59,25 @@ TaskPtr memory_task(const char* name, std::function<void(GraphRun*)> run) {
 
 }  // namespace
 
+namespace sim {
+
+Memory& memory() {
+    static auto* all = new Memory;
+    return *all;
+}
+
+aclError Memory::take(size_t bytes, aclError code) {
+    if (used + bytes > settings().memory) {
+        return fail(code, "the device is out of memory: " + std::to_string(bytes) +
+                              " bytes asked for, " + std::to_string(settings().memory - used) +
+                              " free");
+    }
+    used += bytes;
+    return kOk;
+}
+
+}  // namespace sim
+
 // Of the operator library: whether memory that was not given back holds it all.
 API bool graphrt_sim_is_device_memory(const void* pointer, size_t bytes) {
     Lock lock(device().mutex);
@@ -72,15 +92,13 @@ API bool graphrt_sim_is_cached_workspace(const void* pointer) {
 API aclError aclrtMalloc(void** pointer, size_t bytes, int policy) {
     SIM_CALL();
     Lock lock(device().mutex);
-    if (memory().used + bytes > settings().memory) {
-        return fail(kOutOfMemory, "the device is out of memory: " + std::to_string(bytes) +
-                                      " bytes asked for, " +
-                                      std::to_string(settings().memory - memory().used) + " free");
-    }
+    if (aclError error = memory().take(bytes, kOutOfMemory)) return error;
     // The spare bytes are those that operators of the real device may read past the end.
-    if (posix_memalign(pointer, 512, bytes + 512)) return fail(kOutOfMemory, "out of host memory");
+    if (posix_memalign(pointer, 512, bytes + 512)) {
+        memory().used -= bytes;
+        return fail(kOutOfMemory, "out of host memory");
+    }
     std::memset(*pointer, kPattern, bytes);
-    memory().used += bytes;
     memory().device[reinterpret_cast<uintptr_t>(*pointer)] = bytes;
     if (policy == kHugeOnly) memory().workspaces[reinterpret_cast<uintptr_t>(*pointer)] = bytes;
     return kOk;
@@ -102,12 +120,13 @@ API aclError aclrtFree(void* pointer) {
     all.used -= bytes;
     all.workspaces.erase(found->first);
     all.device.erase(found);
-    all.freed.emplace_back(pointer, bytes);
-    all.kept += bytes;
-    while (all.kept > kKeptBytes) {
-        all.kept -= all.freed.front().second;
-        std::free(all.freed.front().first);
-        all.freed.pop_front();
+    auto& [blocks, kept] = freed();
+    blocks.emplace_back(pointer, bytes);
+    kept += bytes;
+    while (kept > kKeptBytes) {
+        kept -= blocks.front().second;
+        std::free(blocks.front().first);
+        blocks.pop_front();
     }
     return kOk;
 }

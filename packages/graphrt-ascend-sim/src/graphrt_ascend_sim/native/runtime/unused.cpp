@@ -1,5 +1,5 @@
 // Functions that torch_npu 2.13 links against, and that nothing calls on the simulated device:
-// profiling, dumps, custom kernels, virtual and shared memory. Most of them say so if called.
+// profiling, dumps, custom kernels, shared memory. Most of them say so if called.
 
 #include <string>
 
@@ -45,16 +45,10 @@ REFUSED(aclmdlSetDump)
 REFUSED(aclrtBinaryGetFunction)
 REFUSED(aclrtBinaryLoadFromData)
 REFUSED(aclrtDeviceGetBareTgid)
-REFUSED(aclrtFreePhysical)
 REFUSED(aclrtGetFunctionAddr)
-REFUSED(aclrtMallocPhysical)
-REFUSED(aclrtMapMem)
 REFUSED(aclrtMemExportToShareableHandle)
 REFUSED(aclrtMemImportFromShareableHandle)
 REFUSED(aclrtMemSetPidToShareableHandle)
-REFUSED(aclrtReleaseMemAddress)
-REFUSED(aclrtReserveMemAddress)
-REFUSED(aclrtUnmapMem)
 REFUSED(rtDevBinaryRegister)
 REFUSED(rtFunctionRegister)
 REFUSED(rtGetC2cCtrlAddr)
