@@ -455,6 +455,32 @@ def test_pieces_with_other_limits_than_those_before_them_run_eagerly_behind_a_re
     assert sizes_of(pieces[0]) == [1, 2, 3, 4] and sizes_of(pieces[1]) == [3, 4]
 
 
+@pytest.mark.usefixtures("paced")
+def test_what_an_evicted_graph_grew_a_shared_memory_by_comes_back():
+    """4000 needs more than the memory of 2100 and 2400 has: it goes, and they do too."""
+    wrapper, step = wrapped(Forward("cpu"), graph_bytes=4 << 20)
+    for size in [4096, 2400, 2100, 300, 2400, 2400, 2100, 2100, 300]:
+        step(size)
+    assert sizes_of(wrapper) == [300, 2100, 2400, 4096]
+    step(4000)
+    assert sizes_of(wrapper) == [300, 4096] and wrapper.pool.bytes() < 3 << 20
+
+
+@pytest.mark.usefixtures("paced")
+def test_where_only_the_largest_could_give_memory_back_others_stay_and_the_log_says_so_once(
+    caplog: pytest.LogCaptureFixture,
+):
+    forward = Forward("cpu")
+    graphs = KeyedGraphs(GraphPool("cpu"), options=GraphOptions(graph_bytes=3 << 20))
+    x, huge = forward.input_of(100), forward.input_of(9000)
+    with torch.no_grad():
+        for _ in range(3):
+            for key, given in [(4000, x), (20, x), (3000, huge), (3001, huge)]:
+                graphs.run(key, lambda given=given: forward(given))
+    assert sizes_of(graphs) == [20, 4000]
+    assert caplog.text.count("graph_bytes is exceeded") == 1
+
+
 def test_where_its_host_has_dropped_a_graph_there_is_room_again():
     unlimited, step = wrapped(Forward("cpu"), max_graphs=9)
     for size in [1100, 9]:
