@@ -618,6 +618,19 @@ def test_bytes_below_the_largest_graph_are_an_error_at_the_first_step_of_a_small
     assert torch.equal(runner(x=x), forward(x))
 
 
+def test_bytes_below_each_graph_are_an_error_of_one_step_and_of_each_capture():
+    forward = Forward("cpu")
+    runner = runner_of(forward, [1, 2, 4, 9000], graph_bytes=1000)
+    with pytest.raises(InvalidOptionError, match="too small for a single graph"):
+        runner(x=forward.input_of(1))
+    for size in [1, 2, 4, 9000, 3, 1]:
+        x = forward.input_of(size)
+        assert torch.equal(runner(x=x), forward(x))
+    for _ in range(2):
+        with pytest.raises(InvalidOptionError, match="too small for a single graph"):
+            runner.capture()
+
+
 @pytest.mark.parametrize(
     "limit", [{"options": GraphOptions(max_graphs=2)}, {"budget": Budget(device_bytes=1 << 30)}]
 )

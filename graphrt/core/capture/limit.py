@@ -20,6 +20,7 @@ from graphrt.core.base.errors import (
 )
 from graphrt.core.base.log import logger
 from graphrt.core.base.texts import counted, size_text
+from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.device.contract import DeviceGraph
 from graphrt.core.plan.sizes import CaptureKey, graph_name, largest_of
@@ -116,7 +117,9 @@ class GraphLimit:
         self._evicted: dict[CaptureKey, float] = {}
         self._last_swap = -PACE
         self._captures = self._evictions = 0
-        self._has_warned = self._has_told = False
+        self._has_told = False
+        # Modes of which no graph fits, and whose steps have said so.
+        self._said: set[GraphMode] = set()
 
     def admits(self, key: CaptureKey) -> bool:
         """Count a step that misses this graph; says whether it is captured now."""
@@ -161,7 +164,8 @@ class GraphLimit:
         into the pool's own memory. Ranks `agree` on whether one of them lacks bytes.
 
         If the first graph of a mode finds no room, one that `warns`, whose call the host has made,
-        does so once, with its result returned. Else that is an `InvalidOptionError`. Raises
+        does so once, with its result returned. Else that is an `InvalidOptionError`, in steps once.
+        Raises
         `ResourceExhaustedError` for a wanted one that finds no place.
         """
         self.has_room()
@@ -176,7 +180,7 @@ class GraphLimit:
                 self._evict_new(key, evict, agree)
                 if self.graph_bytes is not None:
                     self._evicted[key] = inf
-                    self._check_first(key, took, warns)
+                    self._check_first(key, took, warns, again=wanted or shared)
                 if wanted:
                     raise ResourceExhaustedError(
                         "the limit of graphs is reached, and no other graph may make room",
@@ -227,9 +231,12 @@ class GraphLimit:
         if goes is not key and largest_of(self._graphs) == set(self._graphs):
             self._is_full = False  # else nothing would be captured: there is no place to take
 
-    def _check_first(self, key: CaptureKey, took: int, warns: bool) -> None:
-        """Raise `InvalidOptionError`, or warn once, if no graph of this mode fits."""
+    def _check_first(self, key: CaptureKey, took: int, warns: bool, *, again: bool) -> None:
+        """Raise `InvalidOptionError`, or warn, if no graph of this mode fits: `again`, or once."""
         if all(mode is not key[0] for mode, _ in self._graphs):
+            if key[0] in self._said and not again:
+                return
+            self._said.add(key[0])
             error = InvalidOptionError(
                 "graph_bytes is too small for a single graph",
                 got=f"graph_bytes={self.graph_bytes}, and {graph_name(key)} takes {took}",
@@ -238,9 +245,7 @@ class GraphLimit:
             )
             if not warns:
                 raise error
-            if not self._has_warned:
-                self._has_warned = True
-                warn_caller(f"{error}\nit runs eagerly", GraphsDroppedWarning)
+            warn_caller(f"{error}\nit runs eagerly", GraphsDroppedWarning)
 
     @undoing
     def _measured(
