@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from graphrt import (
     BatchDescriptor,
     Budget,
+    ForwardContext,
     GraphMode,
     GraphOptions,
     GraphPool,
@@ -29,6 +30,7 @@ from graphrt import (
     eager_break,
     forward_context,
 )
+from graphrt.core.batch.context import current_context
 from graphrt.core.capture import limit as limits
 from graphrt.cpu import CpuPlatform
 from graphrt.cpu.graph import TapeGraph
@@ -43,6 +45,7 @@ from tests import alone
 from tests.draws import MORE
 
 FULL, PIECEWISE = GraphMode.FULL, GraphMode.PIECEWISE
+D4 = BatchDescriptor(4)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 WIDTH = 64
 
@@ -438,6 +441,54 @@ def test_wrappers_of_one_step_keep_in_step_though_the_model_raises_now_and_then(
     assert served > 250 and len(sizes_of(pieces[0])) == min(most, 6)
 
 
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("mode", [FULL, PIECEWISE])
+def test_pieces_of_a_step_that_ended_between_them_are_captured_together_later(
+    mode: GraphMode, kept: bool
+):
+    pool, forward, context = GraphPool("cpu"), Forward("cpu"), ForwardContext(mode, D4)
+    pieces = [
+        GraphWrapper(
+            forward,
+            mode,
+            pool=pool,
+            options=GraphOptions(lazy=True, max_graphs=3),
+            read_context=(lambda: context) if kept else current_context,
+        )
+        for _ in range(2)
+    ]
+    x = forward.input_of(4)
+
+    def step(*, aborts: bool = False) -> torch.Tensor:
+        if kept:
+            context.begin_step()
+        with contextlib.nullcontext() if kept else forward_context(mode, D4):
+            y = pieces[0](x)
+            if aborts:
+                raise Aborted
+            return pieces[1](y)
+
+    with pytest.raises(Aborted):
+        step(aborts=True)
+    assert torch.equal(step(), forward(forward(x)))  # the second piece eagerly
+    for _ in range(3):
+        assert torch.equal(step(), forward(forward(x)))
+        assert sizes_of(pieces[0]) == sizes_of(pieces[1]) == [4]
+
+
+def test_a_piece_that_only_some_steps_have_takes_back_the_others_once():
+    pool, forward = GraphPool("cpu"), Forward("cpu")
+    options = GraphOptions(lazy=True, max_graphs=3)
+    pieces = [GraphWrapper(forward, PIECEWISE, pool=pool, options=options) for _ in range(2)]
+    x = forward.input_of(4)
+    for number in range(20):
+        with forward_context(PIECEWISE, D4):
+            y = pieces[0](x)
+            if number % 2:
+                assert torch.equal(pieces[1](y), forward(forward(x)))
+    assert pieces[0].limit_report is not None and pieces[0].limit_report.captures == 2
+
+
 def test_pieces_with_other_limits_than_those_before_them_run_eagerly_behind_a_replay():
     pool, first, second = GraphPool("cpu"), Forward("cpu"), Forward("cpu")
     pieces = [
@@ -453,6 +504,32 @@ def test_pieces_with_other_limits_than_those_before_them_run_eagerly_behind_a_re
             out = pieces[1](middle[size])
         assert torch.equal(out, second(first(first.input_of(size))))
     assert sizes_of(pieces[0]) == [1, 2, 3, 4] and sizes_of(pieces[1]) == [3, 4]
+
+
+@pytest.mark.usefixtures("paced")
+def test_what_an_evicted_graph_grew_a_shared_memory_by_comes_back():
+    """4000 needs more than the memory of 2100 and 2400 has: it goes, and they do too."""
+    wrapper, step = wrapped(Forward("cpu"), graph_bytes=4 << 20)
+    for size in [4096, 2400, 2100, 300, 2400, 2400, 2100, 2100, 300]:
+        step(size)
+    assert sizes_of(wrapper) == [300, 2100, 2400, 4096]
+    step(4000)
+    assert sizes_of(wrapper) == [300, 4096] and wrapper.pool.bytes() < 3 << 20
+
+
+@pytest.mark.usefixtures("paced")
+def test_where_only_the_largest_could_give_memory_back_others_stay_and_the_log_says_so_once(
+    caplog: pytest.LogCaptureFixture,
+):
+    forward = Forward("cpu")
+    graphs = KeyedGraphs(GraphPool("cpu"), options=GraphOptions(graph_bytes=3 << 20))
+    x, huge = forward.input_of(100), forward.input_of(9000)
+    with torch.no_grad():
+        for _ in range(3):
+            for key, given in [(4000, x), (20, x), (3000, huge), (3001, huge)]:
+                graphs.run(key, lambda given=given: forward(given))
+    assert sizes_of(graphs) == [20, 4000]
+    assert caplog.text.count("graph_bytes is exceeded") == 1
 
 
 def test_where_its_host_has_dropped_a_graph_there_is_room_again():
@@ -590,6 +667,19 @@ def test_bytes_below_the_largest_graph_are_an_error_at_the_first_step_of_a_small
     assert runner.pool.bytes() == 0
     x = forward.input_of(1)
     assert torch.equal(runner(x=x), forward(x))
+
+
+def test_bytes_below_each_graph_are_an_error_of_one_step_and_of_each_capture():
+    forward = Forward("cpu")
+    runner = runner_of(forward, [1, 2, 4, 9000], graph_bytes=1000)
+    with pytest.raises(InvalidOptionError, match="too small for a single graph"):
+        runner(x=forward.input_of(1))
+    for size in [1, 2, 4, 9000, 3, 1]:
+        x = forward.input_of(size)
+        assert torch.equal(runner(x=x), forward(x))
+    for _ in range(2):
+        with pytest.raises(InvalidOptionError, match="too small for a single graph"):
+            runner.capture()
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import mmap
 import threading
 import warnings
 import weakref
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -308,6 +308,14 @@ def test_resume_without_suspend_and_suspend_of_another_pool_are_refused():
         GraphPool("cpu").suspend()
     with pytest.raises(InvalidOptionError, match="around_memory"):
         GraphPool("cpu", around_memory="graphs")  # type: ignore[arg-type]
+
+
+def test_an_around_memory_that_takes_an_argument_or_makes_no_context_is_refused_by_name():
+    with pytest.raises(InvalidOptionError, match="'around_memory' is called without arguments"):
+        GraphPool("cpu", around_memory=lambda tag: nullcontext())  # type: ignore[arg-type]
+    pool = GraphPool("cpu", around_memory=lambda: 3)  # type: ignore[arg-type,return-value]
+    with runner_in(pool) as runner, pytest.raises(InvalidOptionError, match="around_memory"):
+        runner.capture()
 
 
 def test_a_pool_in_a_step_does_not_fall_asleep():
@@ -612,6 +620,33 @@ def test_the_context_is_left_after_a_capture_that_fails_and_one_that_fails_takes
         runner.recapture()
         assert around.inside == 0
         assert_replays(runner, lambda x: x * 2)
+
+
+def test_a_context_without_finally_runs_its_last_lines_after_a_good_capture_alone():
+    lines: list[str] = []
+
+    @contextmanager
+    def around() -> Iterator[None]:
+        lines.append("entered")
+        yield
+        lines.append("left")
+
+    fails: list[bool] = []
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        if fails:
+            raise OSError("fails")
+        return x * 2
+
+    pool = GraphPool("cpu", around_memory=around)
+    wrapper = GraphWrapper(forward, "FULL", pool=pool, options=GraphOptions(lazy=True))
+    with forward_context("FULL", BatchDescriptor(4)):
+        wrapper(torch.ones(4))
+    assert lines == ["entered", "left"]
+    fails.append(True)
+    with pytest.raises(OSError, match="fails"), forward_context("FULL", BatchDescriptor(2)):
+        wrapper(torch.ones(2))
+    assert lines == ["entered", "left", "entered"]
 
 
 @pytest.mark.parametrize("sleeps", [False, True])

@@ -49,9 +49,13 @@ class Undo(list[Callable[[], object]]):
         self.later(_AfterError(undo))
 
     def enter(self, manager: AbstractContextManager[T]) -> T:
-        """Enter a context manager, whose `__exit__` may be called twice."""
-        self.later(partial(_leave, manager))
-        return manager.__enter__()
+        """Enter a context manager. Its `__exit__` is called once more if it raises or is
+        interrupted, and is given an exception only after an error."""
+        leave = _Leave(manager)
+        self.later(leave)
+        entered = manager.__enter__()
+        leave.is_entered = True
+        return entered
 
     def set(self, variable: ContextVar[T], value: T) -> None:
         """Set a variable of this thread, which has a value or a default."""
@@ -71,7 +75,7 @@ class Undo(list[Callable[[], object]]):
             undo = self[at - 1]
             if failed or type(undo) is not _AfterError:
                 try:
-                    undo()
+                    undo(failed) if type(undo) is _Leave else undo()
                 except BaseException as error:
                     # A second Ctrl-C, an error that a signal's handler raised, or no memory for
                     # the call itself: what it undoes may be as it was.
@@ -172,6 +176,17 @@ class _AfterError(partial[object]):
     """A function that is called only after an error."""
 
 
-def _leave(manager: AbstractContextManager[object]) -> None:
-    # With an exception: else a generator that an interrupt kept from starting would start now.
-    manager.__exit__(BaseException, BaseException(), None)
+class _Leave:
+    """Leaves a context manager."""
+
+    def __init__(self, manager: AbstractContextManager[object]) -> None:
+        self._manager = manager
+        self.is_entered = False
+
+    def __call__(self, failed: bool = True) -> None:
+        if failed or not self.is_entered:
+            # A generator that an interrupt kept from starting would start now without an exception.
+            self._manager.__exit__(BaseException, BaseException(), None)
+        else:
+            # With one, `@contextmanager` skips the lines after a `yield` without `finally`.
+            self._manager.__exit__(None, None, None)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import itertools
 import math
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import fields
 from typing import Any
 
@@ -123,9 +124,32 @@ def check_callable(name: str, value: object, advice: str | None = None) -> None:
 
 def check_takes(name: str, value: object, signature: str, *, optional: bool = False) -> None:
     """Raise `InvalidOptionError` for an argument that cannot be called, or None unless it is
-    `optional`. `signature` says how it is called, such as "bind(buffers, descriptor, phase)"."""
-    if value is not None or not optional:
-        check_callable(name, value, f"def {signature}: ...")
+    `optional`. `signature` says how it is called, such as "bind(buffers, descriptor, phase)".
+    One that is called with nothing must take nothing."""
+    if value is None and optional:
+        return
+    check_callable(name, value, f"def {signature}: ...")
+    if callable(value) and signature.endswith("()"):
+        try:
+            takes = inspect.signature(value, follow_wrapped=False)
+        except (TypeError, ValueError):  # a function in C has none
+            return
+        try:
+            takes.bind()
+        except TypeError as error:
+            what = f"the argument {name!r} is called without arguments: {error}"
+            raise refused(what, value, signature, f"def {signature}: ...") from None
+
+
+def context_of(
+    name: str, make: Callable[[], AbstractContextManager[object]]
+) -> AbstractContextManager[object]:
+    """The context manager that `make` makes; raises `InvalidOptionError` if it makes none."""
+    made: object = make()
+    if not isinstance(made, AbstractContextManager):
+        advice = f"{name}=contextlib.nullcontext"
+        raise refused(f"{name}() makes no context manager", made, "a context manager", advice)
+    return made
 
 
 def check_hashable(

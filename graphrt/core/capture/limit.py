@@ -20,6 +20,7 @@ from graphrt.core.base.errors import (
 )
 from graphrt.core.base.log import logger
 from graphrt.core.base.texts import counted, size_text
+from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.device.contract import DeviceGraph
 from graphrt.core.plan.sizes import CaptureKey, graph_name, largest_of
@@ -116,7 +117,9 @@ class GraphLimit:
         self._evicted: dict[CaptureKey, float] = {}
         self._last_swap = -PACE
         self._captures = self._evictions = 0
-        self._has_warned = False
+        self._has_told = False
+        # Modes of which no graph fits, and whose steps have said so.
+        self._said: set[GraphMode] = set()
 
     def admits(self, key: CaptureKey) -> bool:
         """Count a step that misses this graph; says whether it is captured now."""
@@ -155,13 +158,14 @@ class GraphLimit:
     ) -> T:
         """Call `capture`, which captures this graph, in the memory of its size. Then `evict` ends
         those in its way: a capture that fails takes nobody's place. Where none may go it ends this
-        one, which is not captured again.
+        one, which is not captured again; what it grew a shared memory by comes back with others.
 
         One that is `wanted` is not weighed against the uses of others. A `shared` one is captured
         into the pool's own memory. Ranks `agree` on whether one of them lacks bytes.
 
         If the first graph of a mode finds no room, one that `warns`, whose call the host has made,
-        does so once, with its result returned. Else that is an `InvalidOptionError`. Raises
+        does so once, with its result returned. Else that is an `InvalidOptionError`, in steps once.
+        Raises
         `ResourceExhaustedError` for a wanted one that finds no place.
         """
         self.has_room()
@@ -173,10 +177,10 @@ class GraphLimit:
             is_huge = self._weighs_bytes and took > (self.graph_bytes or inf)
             victim = None if is_huge else self._victim(key)
             if victim is None:
-                self._evict(key, evict, key)
+                self._evict_new(key, evict, agree)
                 if self.graph_bytes is not None:
                     self._evicted[key] = inf
-                    self._check_first(key, took, warns)
+                    self._check_first(key, took, warns, again=wanted or shared)
                 if wanted:
                     raise ResourceExhaustedError(
                         "the limit of graphs is reached, and no other graph may make room",
@@ -187,12 +191,52 @@ class GraphLimit:
             elif wanted or key in largest_of(self._graphs) or self._uses[victim] < self._uses[key]:
                 self._evict(victim, evict, key)
             else:
-                self._evict(key, evict, key)
+                self._evict_new(key, evict, agree)
         return result
 
-    def _check_first(self, key: CaptureKey, took: int, warns: bool) -> None:
-        """Raise `InvalidOptionError`, or warn once, if no graph of this mode fits."""
+    def _evict_new(
+        self,
+        key: CaptureKey,
+        evict: Callable[[CaptureKey], object],
+        agree: Callable[[bool], bool] | None,
+    ) -> None:
+        """Evict the graph that was just captured. Its memory keeps what it grew by while others are
+        in it: these go too, and then others, as long as the bytes are exceeded."""
+        memory, goes = self._graphs[key].memory, key
+        while True:
+            self._evict(goes, evict, goes)
+            if not self._is_over(agree):
+                break
+            stay = largest_of(self._graphs)
+            if self._is_over(agree, stay):  # no end of others would do
+                if not self._has_told:
+                    self._has_told = True
+                    logger.warning(
+                        "graph_bytes is exceeded: the memory of the largest graphs alone, which "
+                        "has grown, holds %s until they are cleared: %s",
+                        size_text(self._bytes(stay)),
+                        self.report(),
+                    )
+                break
+            kept = {id(self._graphs[each].memory) for each in stay}
+            # Whose end frees bytes: all of one memory go in turn. Ranks count executables unlike.
+            others = [
+                (held.memory is not memory, self._worth(each), each)
+                for each, held in self._graphs.items()
+                if each not in stay
+                and (id(held.memory) not in kept or held.executable_bytes or not self._weighs_bytes)
+            ]
+            goes = min(others, key=lambda other: other[:2])[2]
+            memory = self._graphs[goes].memory
+        if goes is not key and largest_of(self._graphs) == set(self._graphs):
+            self._is_full = False  # else nothing would be captured: there is no place to take
+
+    def _check_first(self, key: CaptureKey, took: int, warns: bool, *, again: bool) -> None:
+        """Raise `InvalidOptionError`, or warn, if no graph of this mode fits: `again`, or once."""
         if all(mode is not key[0] for mode, _ in self._graphs):
+            if key[0] in self._said and not again:
+                return
+            self._said.add(key[0])
             error = InvalidOptionError(
                 "graph_bytes is too small for a single graph",
                 got=f"graph_bytes={self.graph_bytes}, and {graph_name(key)} takes {took}",
@@ -201,9 +245,7 @@ class GraphLimit:
             )
             if not warns:
                 raise error
-            if not self._has_warned:
-                self._has_warned = True
-                warn_caller(f"{error}\nit runs eagerly", GraphsDroppedWarning)
+            warn_caller(f"{error}\nit runs eagerly", GraphsDroppedWarning)
 
     @undoing
     def _measured(
@@ -224,12 +266,14 @@ class GraphLimit:
             self._evicted.pop(key, None)
         return result
 
-    def _is_over(self, agree: Callable[[bool], bool] | None) -> bool:
+    def _is_over(
+        self, agree: Callable[[bool], bool] | None, keys: Iterable[CaptureKey] | None = None
+    ) -> bool:
         if len(self._graphs) > (self.max_graphs or inf):
             return True
         if self.graph_bytes is None:
             return False
-        is_over = self._bytes(self._graphs) > self.graph_bytes
+        is_over = self._bytes(self._graphs if keys is None else keys) > self.graph_bytes
         return is_over if agree is None else agree(is_over)
 
     def _victim(self, key: CaptureKey) -> CaptureKey | None:

@@ -22,6 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from graphrt.core.base import settings, tree
 from graphrt.core.base._undo import Undo, undo_after, undoing
 from graphrt.core.base.errors import GraphRTError
+from graphrt.core.base.option_values import context_of
 from graphrt.core.base.thread_mode import outside_modes, set_for_capture, unseen
 from graphrt.core.base.torch_names import dispatch_modes
 from graphrt.core.batch.context import CaptureTransaction, ForwardContext
@@ -406,7 +407,7 @@ class Recorder:
     def _enter_memory(self, undo: Undo) -> None:
         """Until `undo`, be in the host's context around memory of graphs."""
         if self.pool.around_memory is not None:
-            undo.enter(self.pool.around_memory())
+            undo.enter(context_of("around_memory", self.pool.around_memory))
 
     def _begin(self) -> None:
         """Begin a segment, in a new graph."""
@@ -422,7 +423,7 @@ class Recorder:
             platform.begin_capture(graph, self.pool.memory)
         except BaseException as error:  # at once: the forward may catch it, and go on
             undo_after(error, partial(platform.abort_capture, graph))
-            undo_after(error, self._inside.now)
+            undo_after(error, partial(self._inside.now, failed=True))
             self._open = None
             raise
         self._guard.begin(graph)
@@ -478,7 +479,7 @@ class Recorder:
             if self._open[0] not in captured:
                 self.pool.platform.abort_capture(self._open[0])
             self._open = None
-        self._inside.now()
+        self._inside.now(failed=True)
         for left in () if depth is None else reversed(dispatch_modes()[depth:]):
             left.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self.pool._reset_graphs(captured)

@@ -253,6 +253,8 @@ class GraphWrapper(errors.Uncopied):
         )
         # Why calls ran eagerly -> how many.
         self._eager_calls = Counter[Reason]()
+        # Sizes of which the earlier pieces were captured once more, as this one had no graph.
+        self._unfinished: set[BatchDescriptor] = set()
         self._sealing = Sealing(self.options)
         # Whether a runner owns the arguments of its calls: see `serve_owner`.
         self._owner_served = False
@@ -313,6 +315,8 @@ class GraphWrapper(errors.Uncopied):
         graphs, descriptor = self._graphs, context.descriptor
         if descriptor is None:
             return None
+        if self.pool.pieces.unfinished is not None:
+            self._take_back_unfinished(context)
         if type(descriptor) is not BatchDescriptor:
             option_values.check_kind(
                 "descriptor", descriptor, BatchDescriptor, example="BatchDescriptor(4)"
@@ -356,6 +360,30 @@ class GraphWrapper(errors.Uncopied):
         if is_piece and context.token is not None:
             self.pool.pieces.without_graph = context.token
 
+    def _note_unfinished(self, context: ForwardContext, most: object) -> None:
+        """If earlier pieces of this limit replayed, they are captured again, with this one: the
+        step that captured them ended before this piece. Once: a host may leave pieces out."""
+        pieces, descriptor, token = self.pool.pieces, context.descriptor, context.token
+        if descriptor is None or descriptor in self._unfinished or token is pieces.without_graph:
+            return
+        if token is not None and token is pieces.counted:
+            self._unfinished.add(descriptor)
+            pieces.unfinished = context.mode, descriptor, most
+            for holder in self.pool.holders:
+                if isinstance(holder, GraphWrapper):
+                    holder._graphs.by_slot.clear()  # so that the next step looks here
+
+    def _take_back_unfinished(self, context: ForwardContext) -> None:
+        """Destroy the graphs of `_note_unfinished`, once nobody reads their results any more."""
+        pieces = self.pool.pieces
+        if pieces.unfinished is None or not pieces.is_new(context.token):
+            return
+        (mode, descriptor, most), pieces.unfinished = pieces.unfinished, None
+        for holder in self.pool.holders if self._sealing.may_capture else ():
+            limit = holder._limit if isinstance(holder, GraphWrapper) else None
+            if limit is not None and limit.most == most and holder.runtime_mode is mode:
+                cast(GraphWrapper, holder)._evict((mode, descriptor))
+
     def _capture(self, context: ForwardContext, args: Any, kwargs: Any) -> Any:
         """Capture a call, if allowed, and return its result; else `_EAGERLY`, which is counted."""
         graphs, transaction = self._graphs, context.capture
@@ -366,6 +394,7 @@ class GraphWrapper(errors.Uncopied):
         allowed = transaction is not None or self._sealing.may_capture
         limit = None if transaction is not None else self._limit
         if allowed and limit is not None and context.descriptor is not None:
+            self._note_unfinished(context, limit.most)
             # The wrappers of one step keep in step, though an error skipped the counts of some:
             # behind a replay or an eager call none captures, and behind a capture each does.
             is_admitted = limit.admits((context.mode, context.descriptor))

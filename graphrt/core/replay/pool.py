@@ -167,6 +167,9 @@ class PieceSteps:
         # one that captured, with the limit.
         self.counted: object = _NO_STEP
         self.admitted: tuple[object, object] = _NO_STEP, None
+        # The mode and descriptor of a step under a limit, with the limit, whose first pieces
+        # replayed and another had no graph.
+        self.unfinished: tuple[GraphMode, BatchDescriptor, object] | None = None
         # Outputs that entries hold weakly, by their storage.
         self._loose: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 
@@ -229,6 +232,11 @@ class PieceSteps:
         if any(token is each for each in (self.replaying, self.counted, self.without_graph)):
             return False
         return is_admitted or (self.admitted[0] is token and self.admitted[1] == limit)
+
+    def is_new(self, token: object) -> bool:
+        """Whether no piece of this step has replayed, captured or run eagerly, and none is open."""
+        done = self._token, self.counted, self.admitted[0], self.without_graph
+        return self.entered is None and all(token is not each for each in done)
 
     def hold_loosely(self, aliases: Iterable[torch.Tensor]) -> None:
         """Note outputs of replays, tensors that do not keep their memory alive."""

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from graphrt.core.base import errors, tree
 from graphrt.core.base._undo import Undo, note, undoing
 from graphrt.core.base.log import logger
+from graphrt.core.base.option_values import context_of
 from graphrt.core.base.texts import counted, error_text
 from graphrt.core.batch.context import ForwardContext
 from graphrt.core.batch.descriptor import Batch, BatchDescriptor
@@ -281,7 +282,7 @@ class RunnerCapture:
         undo.later(setup.inputs.reset)
         undo.later(setup.pool.streams.follow)
         undo.later(self._state.state.generators.restore)
-        with setup.host.around_capture():
+        with context_of("around_capture", setup.host.around_capture):
             # Warm-ups write what the steps before may be reading still, on whichever stream.
             setup.pool.streams.follow()
             if uncompiled:
