@@ -33,7 +33,7 @@ from graphrt.core.device.contract import (
     GraphWork,
 )
 from graphrt.core.dispatch.ladders import preference
-from graphrt.core.dispatch.reasons import Agreed, Dispatch
+from graphrt.core.dispatch.reasons import Agreed
 from graphrt.core.plan.sizes import CaptureKey, largest_of
 from graphrt.core.replay.entry import graphs_of
 from graphrt.core.replay.recording import enter_under_way, freeze_garbage, warming_up
@@ -108,26 +108,26 @@ def capture_next(executor: StepExecutor, choose: Choose | None = None) -> Captur
 def capture_for_step(
     graphs: graph_table.GraphTable,
     batch: Batch,
-    dispatch: Dispatch,
     values: Mapping[str, Any],
     agreed: Agreed | None,
-) -> tuple[Dispatch, Mapping[str, Any]]:
+) -> Mapping[str, Any]:
     """With `GraphOptions(lazy=True)` capture the missing graph that would serve a step better than
-    its dispatch says; a failing one only once. Returns how the step is dispatched then, and copies
-    of its inputs, which the capture may overwrite. Under a limit the largest of each mode come
-    first, and what this needs is told by `GraphLimit.admits`, for ranks before their vote."""
-    limit = graphs.limit
+    those that are there; a failing one only once. Returns the step's inputs: after a capture, which
+    may overwrite them, copies. The dispatch that follows counts the step. Under a limit the largest
+    of each mode come first, and what this needs is told by `GraphLimit.admits`, for ranks before
+    their vote."""
+    limit, dispatch = graphs.limit, graphs.dispatcher.peek(batch, agreed=agreed)
     wanted = graphs.dispatcher.planned_for(batch, agreed=agreed)
     if wanted is None or (dispatch.slot >= 0 and preference(wanted) >= preference(dispatch)):
         if limit is not None and dispatch.slot >= 0:
             limit.asked.append((dispatch.mode, dispatch.descriptor))
-        return dispatch, values
+        return values
     if wanted.slot in graphs.left_out or graphs.checks.changed_settings():
-        return dispatch, values
+        return values
     keys = [(wanted.mode, wanted.descriptor)]
     if limit is not None:
         if agreed is None and not limit.admits(keys[0]):
-            return dispatch, values
+            return values
         largest = largest_of(graphs.setup.plan.keys)
         keys = [key for key in graphs.missing(left=True) if key in largest] or keys
     # The capture fills the buffers, which the inputs may be views of. They may also be outputs of
@@ -140,8 +140,9 @@ def capture_for_step(
         RunnerCapture(graphs, for_step=True).run(keys)
     except Exception:
         graphs.leave_out(keys)
+        graphs.dispatcher.dispatch(batch, agreed=agreed)  # this step counts too
         raise
-    return graphs.dispatcher.dispatch(batch, agreed=agreed), values
+    return values
 
 
 def _agree_on(graphs: graph_table.GraphTable, keys: Sequence[CaptureKey]) -> None:
