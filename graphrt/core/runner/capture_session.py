@@ -1,8 +1,8 @@
 """How the graphs of a runner are captured, and when.
 
-`capture_all`, `capture_next` and `capture_for_step` say which: all that are missing, one of them,
-or the one that a step misses. `RunnerCapture` captures them, and undoes each that fails.
-`StreamLedger` counts the streams that they take.
+`capture_all`, `capture_outdated`, `capture_next` and `capture_for_step` say which: all that are
+missing, those that went, one of them, or the one that a step misses. `RunnerCapture` captures them,
+and undoes each that fails. `StreamLedger` counts the streams that they take.
 """
 
 from __future__ import annotations
@@ -73,19 +73,43 @@ class CaptureProgress:
         return self.left > 0
 
 
-# Each of these three is called in a turn of the pool, and makes a new `RunnerCapture`: steps
-# between two calls change the state that it saves.
+# Each of these is called in a turn of the pool, and makes a new `RunnerCapture`: steps between two
+# calls change the state that it saves.
 
 
 def capture_all(executor: StepExecutor, progress: Progress | None) -> None:
     """Capture every missing graph that is not left out; then seal."""
     graphs = executor.graphs
-    keys = graphs.missing(left=True)
+    _capture_session(graphs, graphs.missing(left=True), progress)
+    _finish(executor)
+
+
+def capture_outdated(executor: StepExecutor, progress: Progress | None) -> None:
+    """Destroy the graphs that may be wrong by now, and capture again all that were there and went.
+    Seal if that was so before, or none is missing: else steps and `capture_next()` go on."""
+    graphs = executor.graphs
+    sealed = graphs.sealing.closed
+    graphs.release_outdated()
+    keys = graphs.lost()
+    sealed = sealed or len(keys) == len(graphs.missing(left=True))
+    lazy = graphs.sealing.may_capture and not sealed
+    _capture_session(graphs, keys, progress, for_step=lazy, more=not (sealed or lazy))
+    if sealed:
+        _finish(executor)
+
+
+def _capture_session(
+    graphs: graph_table.GraphTable,
+    keys: Sequence[CaptureKey],
+    progress: Progress | None,
+    *,
+    for_step: bool = False,
+    more: bool = False,
+) -> None:
     _agree_on(graphs, keys)
-    RunnerCapture(graphs).run(keys, progress)
+    RunnerCapture(graphs, for_step=for_step).run(keys, progress, more=more)
     if keys and progress is not None:
         progress(len(keys), len(keys), keys[-1][1])
-    _finish(executor)
 
 
 def capture_next(executor: StepExecutor, choose: Choose | None = None) -> CaptureProgress:
