@@ -76,6 +76,14 @@ def test_a_lazy_batch_of_short_contexts_captures_the_graph_of_smaller_bound():
     assert runner.last_dispatch.descriptor.bounds == (64,)
 
 
+def test_a_batch_above_all_planned_sizes_is_too_large_before_the_first_capture_too():
+    runner = lazy(max_num_tokens=16)
+    for rows in (16, 3, 16):
+        runner(x=torch.ones(rows, 4))
+    counts = runner.dispatcher.counts()
+    assert (counts[Reason.TOO_LARGE], counts[Reason.HIT]) == (2, 1)
+
+
 def test_a_step_that_captures_its_graph_counts_once():
     runner = lazy()
     for rows in (1, 8, 8):
