@@ -156,7 +156,7 @@ def on_copies(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    return getattr(function, "__qualname__", None) or str(function)
+    return getattr(function, "__qualname__", None) or type(function).__qualname__
 
 
 def under_settings(function: Callable[..., Any], around: Mapping[str, Any]) -> Callable[..., Any]:
