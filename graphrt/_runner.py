@@ -154,7 +154,7 @@ class GraphRunner(Runner[R]):
         self.graphs.check_open()
         self._in_turn(partial(measure, self._executor, sizes))
 
-    def _capture(self, progress: Progress | bool | None, first: Callable[[], None]) -> None:
+    def _capture(self, progress: Progress | bool | None, first: Callable[[], None] | None) -> None:
         if progress is True:
             from graphrt._forecast import CaptureBar
 

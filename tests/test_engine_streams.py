@@ -535,7 +535,7 @@ def test_the_documented_server_streams_the_tokens_of_eager_to_each_client(
     [
         ({"prompt": [256]}, "RequestError"),
         ({"prompt": "a text"}, "RequestError"),
-        ({"prompt": 5}, "TypeError"),
+        ({"prompt": 5}, "RequestError"),
         ({"prompt": [1], "max_tokens": 99}, "RequestError"),
         ({}, "KeyError"),
         ([1, 2], "TypeError"),
@@ -551,6 +551,48 @@ def test_the_documented_server_answers_400_to_a_request_that_cannot_be_served(
         assert not engine.engine.busy
 
     over_http(page, model, main)
+
+
+def test_the_documented_server_answers_400_to_a_body_nested_too_deeply(
+    page: dict[str, Any], model: Decoder, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(json, "dumps", lambda body: "[" * 100_000)
+
+    async def main(engine: AsyncEngine, client: Callable[[], Client]) -> None:
+        status, text = await (await client().ask(None)).answered()
+        assert status == "HTTP/1.1 400 Bad Request" and text.startswith("RecursionError")
+
+    over_http(page, model, main)
+
+
+def test_a_client_of_the_documented_server_that_resets_in_its_head_is_no_error(
+    page: dict[str, Any], model: Decoder
+):
+    async def main(engine: AsyncEngine, client: Callable[[], Client]) -> None:
+        unhandled: list[Any] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, told: unhandled.append(told))
+        each = client()
+        _, writer = await asyncio.open_connection("127.0.0.1", each._port)
+        writer.write(b"POST / HT")
+        await asyncio.sleep(0.05)
+        writer.get_extra_info("socket").setsockopt(
+            socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+        )
+        writer.close()
+        await asyncio.sleep(0.1)
+        assert unhandled == []
+
+    over_http(page, model, main)
+
+
+@pytest.mark.parametrize("prompt", [torch.tensor([1, 2]), None, 5])
+def test_a_prompt_that_is_no_list_is_a_request_error(model: Decoder, prompt: Any):
+    async def main() -> None:
+        async with serving(model) as engine:
+            with pytest.raises(RequestError, match="a list of tokens"):
+                engine.stream(prompt)
+
+    run(main())
 
 
 def test_the_documented_server_answers_503_to_requests_above_its_limit(

@@ -95,8 +95,11 @@ class Engine:
                 f"{sampling} cannot be served: max_tokens and seed are integers, temperature is a "
                 "number below 1e9, eos_ids a set of tokens"
             )
-        if not prompt or sampling.max_tokens < 1:
-            raise RequestError("a request has a prompt, and asks for a token at least")
+        # Of tensors and arrays it is unclear whether they are empty.
+        if not isinstance(prompt, Sequence) or not prompt or sampling.max_tokens < 1:
+            raise RequestError(
+                "a request has a prompt, a list of tokens, and asks for a token at least"
+            )
         if len(prompt) + sampling.max_tokens > limit:
             raise RequestError(f"prompt and max_tokens exceed max_len, {limit}")
         for token in prompt:

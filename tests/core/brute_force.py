@@ -153,7 +153,7 @@ def reason_of(
         fits = ratio is None or any(graph.num_tokens <= live * ratio for _, graph in later)
         return Reason.NOT_CAPTURED if fits else Reason.PADDING
     _, query_len = normalised(batch)
-    kin = [graph for _, graph in published if alike(graph, whole, query_len)]
+    kin = [graph for _, graph in [*published, *planned] if alike(graph, whole, query_len)]
     if kin and live > max(graph.num_tokens for graph in kin):
         return Reason.TOO_LARGE
     return Reason.NO_GRAPH

@@ -26,6 +26,7 @@ from graphrt import (
     Host,
     HostArg,
     InputSpec,
+    KeyedGraphs,
     Plan,
     Reason,
     State,
@@ -54,6 +55,19 @@ def captured(*args: Any, **keywords: Any) -> GraphRunner:
     run = runner(*args, **keywords)
     run.capture()
     return run
+
+
+def test_the_advice_for_a_bound_that_is_no_list_is_a_list_of_bounds():
+    assert advice_of(captured, sizes=[4], bounds=[4]) == "bounds=[(4096,)]"
+    assert captured(sizes=[4], bounds=[(4096,)]).report().graphs
+
+
+def test_a_host_read_in_a_graph_by_key_is_not_advised_a_mode():
+    graphs, x = KeyedGraphs(GraphPool("cpu")), rows(3)
+    read = eager_break(lambda: x * x.sum().item())
+    advice = advice_of(graphs.run, 3, read)
+    assert "PIECEWISE" not in advice.partition("GraphRunner")[0] and "graphs by key" in advice
+    assert "torch.where" in advice
 
 
 # Captures ---------------------------------------------------------------------------------------

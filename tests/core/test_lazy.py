@@ -20,7 +20,7 @@ from graphrt import (
     InputSpec,
     Reason,
 )
-from graphrt.core.base.errors import InvalidInputError
+from graphrt.core.base.errors import CaptureSyncError, InvalidInputError
 from tests.draws import MORE
 
 FULL, PIECEWISE = GraphMode.FULL, GraphMode.PIECEWISE
@@ -74,6 +74,39 @@ def test_a_lazy_batch_of_short_contexts_captures_the_graph_of_smaller_bound():
     runner(Batch(6, 6, 1, bounds=(100,)), x=torch.ones(6, 4))
     runner(Batch(6, 6, 1, bounds=(10,)), x=torch.ones(6, 4))
     assert runner.last_dispatch.descriptor.bounds == (64,)
+
+
+def test_a_batch_above_all_planned_sizes_is_too_large_before_the_first_capture_too():
+    runner = lazy(max_num_tokens=16)
+    for rows in (16, 3, 16):
+        runner(x=torch.ones(rows, 4))
+    counts = runner.dispatcher.counts()
+    assert (counts[Reason.TOO_LARGE], counts[Reason.HIT]) == (2, 1)
+
+
+def test_a_step_that_captures_its_graph_counts_once():
+    runner = lazy()
+    for rows in (1, 8, 8):
+        runner(x=torch.ones(rows, 4))
+    counts = runner.dispatcher.counts()
+    assert {reason: count for reason, count in counts.items() if count} == {Reason.HIT: 3}
+
+
+def test_a_step_whose_lazy_capture_fails_counts_once():
+    runner = GraphRunner(
+        lambda x: x * x.sum().item(),
+        sizes=[8],
+        mode="FULL",
+        platform="cpu",
+        inputs={"x": InputSpec(torch.float32, ("tokens", 4))},
+        outputs=("tokens", 4),
+        options=GraphOptions(lazy=True),
+    )
+    with pytest.raises(CaptureSyncError):
+        runner(x=torch.ones(8, 4))
+    runner(x=torch.ones(8, 4))
+    counts = runner.dispatcher.counts()
+    assert {reason: count for reason, count in counts.items() if count} == {Reason.NOT_CAPTURED: 2}
 
 
 @pytest.mark.parametrize(("nbytes", "word"), [(0, "no rows in memory"), (1 << 10, "wrong dtype")])

@@ -545,6 +545,109 @@ def test_the_graphs_of_a_draft_stay_where_its_target_has_new_weights():
         assert torch.equal(run(x=rows(4)), model.of(rows(4), 0))
 
 
+@pytest.mark.trust
+def test_a_graph_whose_capture_failed_at_new_weights_comes_back_with_the_next():
+    model, fails = Adapted(), [False]
+
+    def forward(x):
+        if fails[0] and x.shape[0] == 2 and current_capture() is not None:
+            raise ValueError("not now")
+        return model(x)
+
+    run = runner(forward, sizes=[1, 2, 4])
+    run.capture()
+    replace(model)
+    fails[0] = True
+    with pytest.raises(ValueError, match="not now"):
+        run.recapture(only_outdated=True)
+    fails[0] = False
+    replace(model)
+    run.recapture(only_outdated=True)
+    assert sizes_of(run) == [1, 2, 4]
+    assert torch.equal(run(x=rows(2)), model.of(rows(2), 0))
+
+
+def sizes_of(run: GraphRunner[torch.Tensor]) -> list[int]:
+    return sorted(each.descriptor.num_tokens for each in run.report().graphs)
+
+
+@pytest.mark.trust
+@pytest.mark.parametrize("change", [update_in_place, replace])
+@pytest.mark.parametrize("limit", [{}, {"max_graphs": 4}])
+def test_new_weights_capture_the_graphs_that_lazy_steps_had_captured(change, limit):
+    model = Adapted()
+    run = runner(model, sizes=range(1, 17), options=GraphOptions(lazy=True, **limit))
+    for tokens in (16, 3, 7):
+        run(x=rows(tokens))
+    change(model)
+    before = run.pool.captures
+    run.recapture(only_outdated=True)
+    assert sizes_of(run) == [3, 7, 16]
+    assert run.pool.captures - before == (3 if change is replace else 0)
+    run(x=rows(5))
+    assert sizes_of(run) == [3, 5, 7, 16]
+    for tokens in (16, 3, 7, 5):
+        assert torch.equal(run(x=rows(tokens)), model.of(rows(tokens), 0))
+        assert run.last_dispatch.reason is Reason.HIT
+
+
+@pytest.mark.trust
+def test_a_graph_that_a_limit_has_ended_stays_away_at_new_weights():
+    model = Adapted()
+    run = runner(model, sizes=range(1, 9), options=GraphOptions(lazy=True, max_graphs=2))
+    for tokens in (3, *[5] * 300):
+        run(x=rows(tokens))
+    assert sizes_of(run) == [5, 8]
+    replace(model)
+    run.recapture(only_outdated=True)
+    assert sizes_of(run) == [5, 8]
+
+
+@pytest.mark.trust
+@pytest.mark.parametrize("change", [update_in_place, replace])
+def test_new_weights_between_two_captures_capture_nothing_that_was_missing(change):
+    model = Adapted()
+    run = runner(model, sizes=range(1, 9))
+    for _ in range(3):
+        run.capture_next()
+    were = sizes_of(run)
+    change(model)
+    run.recapture(only_outdated=True)
+    assert sizes_of(run) == were
+    assert run.capture_next().left == 4
+    while run.capture_next():
+        pass
+    assert sizes_of(run) == [*range(1, 9)]
+    assert torch.equal(run(x=rows(5)), model.of(rows(5), 0))
+
+
+@pytest.mark.trust
+def test_new_weights_bring_back_graphs_of_a_release():
+    run = adapted(Adapted())
+    run.release()
+    run.recapture(only_outdated=True)
+    assert len(run.report().graphs) == 6
+
+
+@pytest.mark.trust
+def test_a_strict_runner_has_sizes_that_did_not_fit_run_eagerly_after_new_weights_too():
+    model = Adapted()
+
+    def forward(x):
+        if x.shape[0] == 2 and current_capture() is not None:
+            raise errors.ResourceExhaustedError("no room", advice="none")
+        return model(x)
+
+    run = runner(forward, sizes=[1, 2, 4], options=GraphOptions(strict=True, max_padding=1.0))
+    with pytest.raises(errors.ResourceExhaustedError):
+        run.capture()
+    replace(model)
+    with pytest.raises(errors.ResourceExhaustedError):
+        run.recapture(only_outdated=True)
+    assert sizes_of(run) == [1, 4]
+    assert torch.equal(run(x=rows(2)), model.of(rows(2), 0))
+
+
 def test_graphs_that_did_not_fit_are_not_tried_again_at_new_weights():
     model, fails = Adapted(), []
 

@@ -141,6 +141,15 @@ def test_a_moved_argument_that_the_graph_does_not_read_is_also_refused(level):
     call(wrapped, x, y)
 
 
+def test_the_error_of_a_moved_argument_names_the_class_of_a_module():
+    layers = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(50)])
+    wrapped = wrapper(layers.requires_grad_(False))
+    call(wrapped, torch.ones(4))
+    with pytest.raises(StaleInputError, match="of Sequential is not where") as caught:
+        call(wrapped, torch.ones(4))
+    assert len(str(caught.value)) < 1000
+
+
 def test_the_error_of_a_moved_nested_argument_gives_its_path():
     wrapped = wrapper(lambda x, nested: x + nested["b"][1])
     x, a, b = torch.ones(4), torch.ones(4), torch.ones(4)

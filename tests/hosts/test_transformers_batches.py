@@ -127,6 +127,14 @@ def test_batches_wait_for_inputs_that_a_busy_gpu_writes_late(
     assert graphs_of(model).report().served >= 8
 
 
+@pytest.mark.parametrize("options", [{"max_graphs": 3}, 5, {}])
+def test_options_of_another_kind_are_refused_at_once(model, options):
+    with pytest.raises(InvalidOptionError, match="options"):
+        with_batch_graphs(model, options=options)
+    with pytest.raises(InvalidOptionError, match="options"):
+        with_graphs(model, max_batch=2, max_len=16, options=options)
+
+
 def test_a_limit_of_graphs_is_kept(model, prompts, caplog):
     expected = batching.alone(model, prompts)
     with_batch_graphs(model, options=GraphOptions(max_graphs=2))

@@ -9,7 +9,14 @@ from typing import Any, NoReturn, cast
 from weakref import WeakKeyDictionary
 
 from graphrt.core.base._undo import Undo, undoing
-from graphrt.core.base.errors import CaptureError, CaptureSealedError, NestedCaptureError, Uncopied
+from graphrt.core.base.errors import (
+    IN_PIECES,
+    CaptureError,
+    CaptureSealedError,
+    GraphRTError,
+    NestedCaptureError,
+    Uncopied,
+)
 from graphrt.core.base.option_values import (
     MOST,
     check_callable,
@@ -31,6 +38,11 @@ from graphrt.core.replay.entry import Entry, SegmentHooks
 from graphrt.core.replay.pool import GraphPool, in_turn
 from graphrt.core.replay.recording import is_inside_capture, under_way
 from graphrt.core.replay.tasks import UNCHANGED, WORST_CASE, Updates
+
+_WITHOUT_PIECES = (
+    "take it out of the forward: graphs by key have no pieces, which GraphRunner and wrappers have "
+    '(mode="PIECEWISE")'
+)
 
 
 class KeyedGraphs(Uncopied):
@@ -176,8 +188,14 @@ class KeyedGraphs(Uncopied):
         undo.after_error(partial(self._graphs.pop, key, None))
         undo.after_error(transaction.rollback)
         undo.after_error(context.leave)
-        with context:
-            outputs = wrapper()
+        try:
+            with context:
+                outputs = wrapper()
+        except GraphRTError as error:
+            if error.advice is not None and IN_PIECES in error.advice:
+                error.advice = error.advice.replace(IN_PIECES, _WITHOUT_PIECES)
+                error.args = (error._message(),)
+            raise
         graph = self._graphs[key] = KeyedGraph(key, descriptor, wrapper, outputs)
         return graph, outputs
 

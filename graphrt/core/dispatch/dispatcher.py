@@ -348,9 +348,10 @@ class GraphDispatcher(Uncopied):
             return None, Reason.RANKS_DISAGREE
         if too_padded or left_out:
             return None, Reason.PADDING if too_padded else Reason.EXCLUDED
-        graph, too_padded, _, _ = planned.find(batch, excluded, max_tokens)
+        graph, too_padded, _, most = planned.find(batch, excluded, max_tokens)
         if too_padded or graph is not None:
             return None, Reason.PADDING if graph is None else Reason.NOT_CAPTURED
+        largest = max(largest, most)
         return None, Reason.TOO_LARGE if 0 < largest < batch.num_tokens else Reason.NO_GRAPH
 
     def _ladders(self, version: _Version, agreed: Agreed | None) -> _Choice:

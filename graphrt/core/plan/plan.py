@@ -80,7 +80,8 @@ def _loras(active: Any) -> int | None:
 
 
 def _bounds(case: Any) -> tuple[int, ...]:
-    return tuple(count_of("a bound", each, least=0) for each in items_of("bounds", case, "(4096,)"))
+    items = items_of("bounds", case, "[(4096,)]")
+    return tuple(count_of("a bound", each, least=0) for each in items)
 
 
 _ARGUMENTS: Mapping[str, tuple[Any, Callable[[Any], Any]]] = {

@@ -156,7 +156,9 @@ def on_copies(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    return getattr(function, "__qualname__", None) or str(function)
+    if isinstance(function, torch.nn.Module):  # its text is a line for each of its modules
+        return type(function).__qualname__
+    return getattr(function, "__qualname__", None) or shown(function)
 
 
 def under_settings(function: Callable[..., Any], around: Mapping[str, Any]) -> Callable[..., Any]:

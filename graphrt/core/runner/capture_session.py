@@ -1,8 +1,8 @@
 """How the graphs of a runner are captured, and when.
 
-`capture_all`, `capture_next` and `capture_for_step` say which: all that are missing, one of them,
-or the one that a step misses. `RunnerCapture` captures them, and undoes each that fails.
-`StreamLedger` counts the streams that they take.
+`capture_all`, `capture_outdated`, `capture_next` and `capture_for_step` say which: all that are
+missing, those that went, one of them, or the one that a step misses. `RunnerCapture` captures them,
+and undoes each that fails. `StreamLedger` counts the streams that they take.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from graphrt.core.device.contract import (
     GraphWork,
 )
 from graphrt.core.dispatch.ladders import preference
-from graphrt.core.dispatch.reasons import Agreed, Dispatch
+from graphrt.core.dispatch.reasons import Agreed
 from graphrt.core.plan.sizes import CaptureKey, largest_of
 from graphrt.core.replay.entry import graphs_of
 from graphrt.core.replay.recording import enter_under_way, freeze_garbage, warming_up
@@ -74,19 +74,43 @@ class CaptureProgress:
         return self.left > 0
 
 
-# Each of these three is called in a turn of the pool, and makes a new `RunnerCapture`: steps
-# between two calls change the state that it saves.
+# Each of these is called in a turn of the pool, and makes a new `RunnerCapture`: steps between two
+# calls change the state that it saves.
 
 
 def capture_all(executor: StepExecutor, progress: Progress | None) -> None:
     """Capture every missing graph that is not left out; then seal."""
     graphs = executor.graphs
-    keys = graphs.missing(left=True)
+    _capture_session(graphs, graphs.missing(left=True), progress)
+    _finish(executor)
+
+
+def capture_outdated(executor: StepExecutor, progress: Progress | None) -> None:
+    """Destroy the graphs that may be wrong by now, and capture again all that were there and went.
+    Seal if that was so before, or none is missing: else steps and `capture_next()` go on."""
+    graphs = executor.graphs
+    sealed = graphs.sealing.closed
+    graphs.release_outdated()
+    keys = graphs.lost()
+    sealed = sealed or len(keys) == len(graphs.missing(left=True))
+    lazy = graphs.sealing.may_capture and not sealed
+    _capture_session(graphs, keys, progress, for_step=lazy, more=not (sealed or lazy))
+    if sealed:
+        _finish(executor)
+
+
+def _capture_session(
+    graphs: graph_table.GraphTable,
+    keys: Sequence[CaptureKey],
+    progress: Progress | None,
+    *,
+    for_step: bool = False,
+    more: bool = False,
+) -> None:
     _agree_on(graphs, keys)
-    RunnerCapture(graphs).run(keys, progress)
+    RunnerCapture(graphs, for_step=for_step).run(keys, progress, more=more)
     if keys and progress is not None:
         progress(len(keys), len(keys), keys[-1][1])
-    _finish(executor)
 
 
 def capture_next(executor: StepExecutor, choose: Choose | None = None) -> CaptureProgress:
@@ -109,26 +133,26 @@ def capture_next(executor: StepExecutor, choose: Choose | None = None) -> Captur
 def capture_for_step(
     graphs: graph_table.GraphTable,
     batch: Batch,
-    dispatch: Dispatch,
     values: Mapping[str, Any],
     agreed: Agreed | None,
-) -> tuple[Dispatch, Mapping[str, Any]]:
+) -> Mapping[str, Any]:
     """With `GraphOptions(lazy=True)` capture the missing graph that would serve a step better than
-    its dispatch says; a failing one only once. Returns how the step is dispatched then, and copies
-    of its inputs, which the capture may overwrite. Under a limit the largest of each mode come
-    first, and what this needs is told by `GraphLimit.admits`, for ranks before their vote."""
-    limit = graphs.limit
+    those that are there; a failing one only once. Returns the step's inputs: after a capture, which
+    may overwrite them, copies. The dispatch that follows counts the step. Under a limit the largest
+    of each mode come first, and what this needs is told by `GraphLimit.admits`, for ranks before
+    their vote."""
+    limit, dispatch = graphs.limit, graphs.dispatcher.peek(batch, agreed=agreed)
     wanted = graphs.dispatcher.planned_for(batch, agreed=agreed)
     if wanted is None or (dispatch.slot >= 0 and preference(wanted) >= preference(dispatch)):
         if limit is not None and dispatch.slot >= 0:
             limit.asked.append((dispatch.mode, dispatch.descriptor))
-        return dispatch, values
+        return values
     if wanted.slot in graphs.left_out or graphs.checks.changed_settings():
-        return dispatch, values
+        return values
     keys = [(wanted.mode, wanted.descriptor)]
     if limit is not None:
         if agreed is None and not limit.admits(keys[0]):
-            return dispatch, values
+            return values
         largest = largest_of(graphs.setup.plan.keys)
         keys = [key for key in graphs.missing(left=True) if key in largest] or keys
     # The capture fills the buffers, which the inputs may be views of. They may also be outputs of
@@ -141,8 +165,9 @@ def capture_for_step(
         RunnerCapture(graphs, for_step=True).run(keys)
     except Exception:
         graphs.leave_out(keys)
+        graphs.dispatcher.dispatch(batch, agreed=agreed)  # this step counts too
         raise
-    return graphs.dispatcher.dispatch(batch, agreed=agreed), values
+    return values
 
 
 def _agree_on(graphs: graph_table.GraphTable, keys: Sequence[CaptureKey]) -> None:

@@ -110,9 +110,9 @@ class StepEngine:
             pool.owner = self._owner
             if batch is None:
                 batch = batch_of(self._executor.inputs, values)
-            dispatch = self._dispatcher.dispatch(batch, agreed=agreed)
             if self._graphs.sealing.may_capture:
-                dispatch, values = capture_for_step(self._graphs, batch, dispatch, values, agreed)
+                values = capture_for_step(self._graphs, batch, values, agreed)
+            dispatch = self._dispatcher.dispatch(batch, agreed=agreed)
             # Without a graph there is nothing to check.
             check = dispatch.slot >= 0 and not self.is_clear(dispatch.slot, batch)
             outputs = self.serve(batch, dispatch, values, updates, metadata, agreed, check)

@@ -198,6 +198,8 @@ class GraphTable:
         self.steps: list[PreparedStep | None] = []
         # Of graphs that are gone too, until the next capture.
         self._records: list[GraphRecord] = []
+        # The graphs that were captured, without those that a limit or a budget has ended.
+        self._were: set[CaptureKey] = set()
         self.left_out: dict[int, DroppedGraph | None] = {}
         # Of bytes whose costs are measured.
         self.budget = MeasuredBudget(setup.plan) if setup.plan.is_measured else None
@@ -291,6 +293,10 @@ class GraphTable:
             key for key in keys if not left or self.dispatcher.reserve(*key) not in self.left_out
         ]
 
+    def lost(self) -> list[CaptureKey]:
+        """The graphs that were there and went, by a release too, in the order of captures."""
+        return [key for key in self.missing(left=True) if key in self._were]
+
     def leave_out(self, keys: Iterable[CaptureKey]) -> None:
         """Note that those of these graphs that are not captured have failed."""
         captured = self.dispatcher.published
@@ -344,6 +350,7 @@ class GraphTable:
         self.steps += [None] * (graph.slot + 1 - len(self.steps))
         self.steps[graph.slot] = graph
         self._records.append(record)
+        self._were.add((graph.mode, graph.descriptor))
         if self.budget is not None:
             key = graph.mode, graph.descriptor
             self.budget.note(key, record.pool_bytes, record.driver_bytes)
@@ -379,7 +386,15 @@ class GraphTable:
         self.checks.reset()
 
     def release_outdated(self) -> None:
-        """Destroy the graphs that may be wrong by now, and no others."""
+        """Destroy the graphs that may be wrong by now, and no others. What was never captured stays
+        in `left_out`."""
+        left_out = dict(self.left_out)
+        self._release_outdated()
+        self.left_out.update(left_out)
+        for key in self._were:  # one whose last capture failed is tried again
+            self.left_out.pop(self.dispatcher.reserve(*key), None)
+
+    def _release_outdated(self) -> None:
         try:
             for module in self.setup.compiled:
                 module.weights_changed()
@@ -388,14 +403,14 @@ class GraphTable:
             logger.info("all graphs are captured again: %s", error)
             return self.release()
         count = len(self.dispatcher.published)
-        while slots := self.checks.outdated(self):
+        while self.dispatcher.published and (slots := self.checks.outdated(self)):
             for each in self.dispatcher.published:
                 if each.slot in slots:
                     self.dispatcher.withdraw(each.mode, each.descriptor)
                     self.steps[each.slot] = None
-            if not self.dispatcher.published:
-                return self.release()
             self.destroy_leftovers()
+        if not self.dispatcher.published:
+            return self.release()
         self.named.record()
         logger.info("%d of %d graphs stay", len(self.dispatcher.published), count)
 
@@ -410,7 +425,8 @@ class GraphTable:
             del self.begun[slot]
 
     def evict(self, key: CaptureKey) -> None:
-        """Destroy a graph, for `limit`."""
+        """Destroy a graph, for `limit` or `budget`."""
+        self._were.discard(key)
         self.dispatcher.withdraw(*key)
         self.steps[self.dispatcher.reserve(*key)] = None
         self.destroy_leftovers()

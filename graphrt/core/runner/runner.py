@@ -254,16 +254,17 @@ class Runner(Uncopied, Generic[R]):
         With `only_outdated` graphs stay unless they read a tensor that has moved, are in
         quarantine, or something else has changed in Python that trials have not shown to be
         harmless: weights that were written in place capture nothing. Where it cannot be told what
-        graphs read, all are captured. The next step of the largest graph of each kind is a trial;
-        with `Host(example=)` it is tried now, and a failure raises as in `capture()`.
+        graphs read, all that were there are captured. Graphs that were never captured, or that a
+        limit has ended, stay missing: lazy steps and `capture_next()` go on. The next step of the
+        largest graph of each kind is a trial; with `Host(example=)` it is tried now, or when all
+        are captured, and a failure raises as in `capture()`.
         """
         check_kind("only_outdated", only_outdated, bool, optional=False, example="True")
-        graphs = self.graphs
-        self._capture(progress, graphs.release_outdated if only_outdated else graphs.release)
+        self._capture(progress, None if only_outdated else self.graphs.release)
 
-    def _capture(self, progress: Progress | bool | None, first: Callable[[], None]) -> None:
-        """Capture what is missing after the call of `first`."""
-        from graphrt.core.runner.capture_session import capture_all
+    def _capture(self, progress: Progress | bool | None, first: Callable[[], None] | None) -> None:
+        """Capture what is missing after the call of `first`; without one, what is outdated."""
+        from graphrt.core.runner.capture_session import capture_all, capture_outdated
 
         # `GraphRunner` has put a bar in the place of True.
         tell = None if isinstance(progress, bool) else progress
@@ -274,6 +275,8 @@ class Runner(Uncopied, Generic[R]):
             raise NESTED_CAPTURE()
 
         def capture() -> None:
+            if first is None:
+                return capture_outdated(self._executor, tell)
             first()
             capture_all(self._executor, tell)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from graphrt.compile.options import CompileOptions
-from graphrt.core.base.option_values import count_of, items_of, shown
+from graphrt.core.base.option_values import check_kind, count_of, items_of, shown
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.plan.sizes import check_sizes, positive
 from graphrt.errors import InvalidOptionError
@@ -55,6 +55,7 @@ def with_graphs(
     """
     check_transformers()
     target = _target(model)
+    check_kind("options", options, GraphOptions)
     max_batch = count_of("max_batch", max_batch, least=1)
     max_len = count_of("max_len", max_len, least=16)
     max_encoder_len = count_of("max_encoder_len", max_encoder_len or max_len, least=8)
@@ -129,6 +130,7 @@ def with_batch_graphs(model: Model, *, options: GraphOptions | None = None) -> M
     model without `generate_batch`, and `CaptureError` for one that graphs cannot stand for.
     """
     check_transformers(batches=True)
+    check_kind("options", options, GraphOptions)
     target = _target(model, "with_batch_graphs")
     without_graphs(target)
     if not hasattr(target, "init_continuous_batching"):
