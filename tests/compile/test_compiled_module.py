@@ -336,6 +336,19 @@ def test_a_call_that_needs_compilation_after_seal_raises():
     compiled(X[:2])
 
 
+def test_a_call_of_no_rows_after_seal_names_the_size_and_advice_that_works():
+    compiled = compile_module(Small(), ["x"])
+    compiled.ensure_compiled(X)
+    compiled.seal()
+    with pytest.raises(CompileSealedError, match="call the module with this size") as caught:
+        compiled(X[:0])
+    assert "size 0 of" in str(caught.value.got)
+    compiled.unseal()
+    compiled(X[:0])
+    compiled.seal()
+    assert len(compiled(X[:0])) == 0
+
+
 def test_rebind_weights_uses_replaced_weights_and_refuses_another_shape():
     compiled = compiled_small()
     model = compiled.unwrap()
