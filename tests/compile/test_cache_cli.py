@@ -245,14 +245,15 @@ def test_why_shows_how_the_last_piece_differs_from_the_nearest_one(directory: Pa
 def test_why_compares_a_whole_graph_with_whole_graphs(directory: Path):
     """A start with both writes the whole graph last; its own pieces are no edit of it."""
     entry = CacheEntry(key_of(b"four"))
-    same, other = "%0 = input\n", "%0 = input\n%1 = mul (%0, float 3.0)\n"
-    for number, (name, text) in enumerate((("whole_old", other), ("piece_a", same), ("whole", same))):
+    new, old = "%0 = input\n", "%0 = input\n%1 = mul (%0, float 3.0)\n"
+    rank = directory / name_of(b"four") / "rank_0"
+    texts = {"whole_old": old, "piece_new": new, "whole_new": new}
+    for number, (name, text) in enumerate(texts.items()):
         entry.store(name, saving())
-        rank = directory / name_of(b"four") / "rank_0"
         (rank / f"{name}.txt").write_text(text)
         os.utime(rank / f"{name}.piece", (number, number))
     told = run("why", name_of(b"four"))
-    assert "whole is the last piece that was written, whole_old the nearest to it" in told
+    assert "whole_new is the last piece that was written, whole_old the nearest to it" in told
 
 
 def test_why_of_an_empty_cache_says_so(tmp_path: Path):

@@ -305,6 +305,7 @@ def test_a_forward_that_assigns_module_state_is_refused_with_graphs(kind, names)
     with pytest.raises(ReassignedStateError, match=names[0]) as caught:
         compiled(X)
     assert caught.value.names == names
+    assert "graphs=False" in str(caught.value) and "not numbers" in str(caught.value)
     assert not compiled.compiled
 
 
@@ -315,6 +316,19 @@ def test_a_forward_that_assigns_module_state_works_without_graphs():
     compiled(X)
     compiled(X[:2])
     assert model.count == 2
+
+
+def test_a_forward_that_counts_in_a_number_is_traced_for_one_count_without_graphs():
+    compiled = compile_module(Assigning("attribute"), ["x"], graphs=False)
+    compiled(X)
+    with pytest.raises(RetraceError, match=r"module\.seen"):
+        compiled(X)
+
+
+@pytest.mark.parametrize("dims", [["x"], None])
+def test_a_class_in_place_of_an_instance_is_named(dims):
+    with pytest.raises(CompileError, match=r"compile\(Small\(\.\.\.\)"):
+        compile_module(Small, dims)
 
 
 def test_in_place_updates_of_module_state_are_allowed():

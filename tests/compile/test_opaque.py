@@ -92,7 +92,7 @@ def test_a_host_read_in_compiled_code_is_refused_with_advice_that_works():
 
     with (
         runner(ByLargest(lambda x: x * x.max().item())) as refused,
-        pytest.raises(CaptureSyncError, match="compiled code: @graphrt.opaque"),
+        pytest.raises(CaptureSyncError, match=r"compiled code: @graphrt\.opaque"),
     ):
         refused.capture()
     x = torch.randn(4, 8)
