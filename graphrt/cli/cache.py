@@ -94,12 +94,15 @@ def why(
     key: Annotated[str, typer.Argument(help="A key, or how it begins; else the latest.")] = "",
     directory: Directory = None,
 ) -> None:
-    """Tell which part of a key differs from the nearest one, and how its last piece differs."""
+    """Tell how a key differs from the nearest one, and its last written piece from the nearest."""
     from graphrt.compile.cache.entry import default_directory
     from graphrt.compile.cache.listing import explain_miss, explain_pieces, find_key, stored_keys
 
     where, console = directory or default_directory(), _console()
     stored = stored_keys(where)
+    if not stored and not key:
+        _say(console, f'{where} holds no key: nothing was compiled, or with backend="eager"')
+        return
     entry = stored[0] if stored and not key else find_key(where, key)
     if entry.key is None:
         _say(console, f"What {entry.name} was made of cannot be read.")

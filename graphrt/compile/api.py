@@ -76,6 +76,13 @@ def compile_module(
 
     Raises `CompileError` and its kinds, some of them at the first call.
     """
+    if isinstance(module, type):
+        raise CompileError(
+            "a class has no forward to compile before it has an instance",
+            got=shown(module),
+            expected="a module, or a function",
+            advice=f"pass an instance: graphrt.compile({module.__name__}(...), dynamic_dims=...)",
+        )
     if dynamic_dims is None:
         dynamic_dims = getattr(module, _DIMS, None)
     if dynamic_dims is None:

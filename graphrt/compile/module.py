@@ -467,7 +467,7 @@ class CompiledModule:
                 logger.info("no code for a size of %s: %s", dict(small), error)
 
     def _compile_small(self, bound: inspect.BoundArguments, small: SmallAxes) -> Built:
-        check_may_compile(self, sealed=self._sealed)
+        check_may_compile(self, sealed=self._sealed, small=small)
         built = self._build(self._subject.at(small), bound)
         assert self._built is not None
         self._built.figures.add(built.figures)
@@ -506,17 +506,24 @@ def _mode_of(context: ForwardContext | None) -> GraphMode:
     return context.graph_mode if context.mode is GraphMode.NONE else context.mode
 
 
-def check_may_compile(module: object, *, sealed: bool) -> None:
-    """Raise `CompileSealedError` after `seal()`, and inside of an open capture."""
+def check_may_compile(module: object, *, sealed: bool, small: SmallAxes = ()) -> None:
+    """Raise `CompileSealedError` after `seal()`, and inside of an open capture. `small` are the
+    axes of size 0 or 1 that need code of their own."""
     if sealed:
         when, advice = "after seal()", "before serving, or capture() with this forward"
     elif current_capture() is not None:
         when, advice = "inside of an open capture", "before capture(), or leave warm-ups on"
     else:
         return
+    got, expected, advice = shown(module), "a module that was", f"call ensure_compiled() {advice}"
+    if small:
+        # Neither compiles a size that no graph has.
+        sizes = " and ".join(f"size {size} of {axis}" for axis, size in small)
+        got, expected = f"{sizes}, in {got}", "sizes for which it was"
+        advice = "call the module with this size once, before capture()"
     raise CompileSealedError(
         f"a module would have to be compiled {when}",
-        got=shown(module),
-        expected="a module that was compiled before",
-        advice=f"call ensure_compiled() {advice}",
+        got=got,
+        expected=f"{expected} compiled before",
+        advice=advice,
     )

@@ -237,9 +237,28 @@ def test_why_shows_how_the_last_piece_differs_from_the_nearest_one(directory: Pa
         (rank / f"piece_{number}.txt").write_text(f"%0 = input\n%1 = mul (%0, float {factor})\n")
         os.utime(rank / f"piece_{number}.piece", (number, number))
     told = run("why", name_of(b"one"))
-    assert "piece_1 is the last piece, piece_0 the nearest to it" in told
+    assert "piece_1 is the last piece that was written, piece_0 the nearest to it" in told
     assert "-%1 = mul (%0, float 2.0)" in told and "+%1 = mul (%0, float 3.0)" in told
     assert "input" not in told
+
+
+def test_why_compares_a_whole_graph_with_whole_graphs(directory: Path):
+    """A start with both writes the whole graph last; its own pieces are no edit of it."""
+    entry = CacheEntry(key_of(b"four"))
+    new, old = "%0 = input\n", "%0 = input\n%1 = mul (%0, float 3.0)\n"
+    rank = directory / name_of(b"four") / "rank_0"
+    texts = {"whole_old": old, "piece_new": new, "whole_new": new}
+    for number, (name, text) in enumerate(texts.items()):
+        entry.store(name, saving())
+        (rank / f"{name}.txt").write_text(text)
+        os.utime(rank / f"{name}.piece", (number, number))
+    told = run("why", name_of(b"four"))
+    assert "whole_new is the last piece that was written, whole_old the nearest to it" in told
+
+
+def test_why_of_an_empty_cache_says_so(tmp_path: Path):
+    told = run("why", "--directory", str(tmp_path))
+    assert f"{tmp_path} holds no key" in told and 'backend="eager"' in told
 
 
 def test_why_without_a_key_is_about_the_latest(directory: Path):

@@ -305,6 +305,7 @@ def test_a_forward_that_assigns_module_state_is_refused_with_graphs(kind, names)
     with pytest.raises(ReassignedStateError, match=names[0]) as caught:
         compiled(X)
     assert caught.value.names == names
+    assert "graphs=False" in str(caught.value) and "not numbers" in str(caught.value)
     assert not compiled.compiled
 
 
@@ -315,6 +316,19 @@ def test_a_forward_that_assigns_module_state_works_without_graphs():
     compiled(X)
     compiled(X[:2])
     assert model.count == 2
+
+
+def test_a_forward_that_counts_in_a_number_is_traced_for_one_count_without_graphs():
+    compiled = compile_module(Assigning("attribute"), ["x"], graphs=False)
+    compiled(X)
+    with pytest.raises(RetraceError, match=r"module\.seen"):
+        compiled(X)
+
+
+@pytest.mark.parametrize("dims", [["x"], None])
+def test_a_class_in_place_of_an_instance_is_named(dims):
+    with pytest.raises(CompileError, match=r"compile\(Small\(\.\.\.\)"):
+        compile_module(Small, dims)
 
 
 def test_in_place_updates_of_module_state_are_allowed():
@@ -334,6 +348,19 @@ def test_a_call_that_needs_compilation_after_seal_raises():
     compiled.ensure_compiled(X)
     compiled.seal()
     compiled(X[:2])
+
+
+def test_a_call_of_no_rows_after_seal_names_the_size_and_advice_that_works():
+    compiled = compile_module(Small(), ["x"])
+    compiled.ensure_compiled(X)
+    compiled.seal()
+    with pytest.raises(CompileSealedError, match="call the module with this size") as caught:
+        compiled(X[:0])
+    assert "size 0 of" in str(caught.value.got)
+    compiled.unseal()
+    compiled(X[:0])
+    compiled.seal()
+    assert len(compiled(X[:0])) == 0
 
 
 def test_rebind_weights_uses_replaced_weights_and_refuses_another_shape():

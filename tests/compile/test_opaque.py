@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
-from graphrt.compile import OpaqueError, opaque
+from graphrt import Batch, GraphPool, GraphRunner, InputSpec
+from graphrt.compile import OpaqueError, compile_module, opaque
+from graphrt.errors import CaptureSyncError
 
 
 @opaque("graphrt_tests::scaled", mutates=["out"])
@@ -61,3 +64,38 @@ def test_a_wrong_name_or_argument_of_opaque_is_refused(name, mutates, text):
 def test_opaque_refuses_a_function_without_type_annotations():
     with pytest.raises(OpaqueError, match="cannot be an operator"):
         opaque("graphrt_tests::untyped", mutates=[])(lambda x: None)
+
+
+@opaque("graphrt_tests::by_largest", mutates=[], fake=torch.empty_like)
+def by_largest(x: torch.Tensor) -> torch.Tensor:
+    """Reads a number on the host."""
+    return x * x.max().item()
+
+
+class ByLargest(nn.Module):
+    def __init__(self, function=by_largest) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x * 2) + 1
+
+
+def test_a_host_read_in_compiled_code_is_refused_with_advice_that_works():
+    """An @eager_break is traced through there, and its capture refused."""
+
+    def runner(model: nn.Module) -> GraphRunner:
+        pool = GraphPool("cpu")
+        compile_module(model, ["x"], pool=pool)
+        inputs = {"x": InputSpec(torch.float32, ("tokens", 8))}
+        return GraphRunner(model, mode="PIECEWISE", sizes=[4], inputs=inputs, pool=pool)
+
+    with (
+        runner(ByLargest(lambda x: x * x.max().item())) as refused,
+        pytest.raises(CaptureSyncError, match=r"compiled code: @graphrt\.opaque"),
+    ):
+        refused.capture()
+    x = torch.randn(4, 8)
+    with runner(ByLargest()) as serving:
+        serving.capture()
+        assert torch.equal(serving(Batch(4), x=x), ByLargest()(x))

@@ -120,8 +120,8 @@ def explain_miss(directory: Path, key: CacheKey, *, but: str = "") -> list[str]:
 
 
 def explain_pieces(stored: StoredKey, rank: str) -> list[str]:
-    """The last piece of a rank, the nearest other one, and the lines of their graphs that differ:
-    two edits of a forward have one key, and pieces of their own."""
+    """The piece of a rank that was written last, the nearest other one of its kind, and the lines
+    of their graphs that differ: two edits of a forward have one key, and pieces of their own."""
     texts: dict[str, list[str]] = {}
     with opened(stored.directory.parent, stored.name, _RANK_PREFIX + rank) as directory:
         if directory is None:
@@ -132,11 +132,18 @@ def explain_pieces(stored: StoredKey, rank: str) -> list[str]:
                 texts[name] = text.decode(errors="replace").splitlines()
     folder = stored.directory / (_RANK_PREFIX + rank)
     last = max(texts, key=lambda name: _changed_s(folder / (name + SUFFIX)), default="")
-    lines = {name: _different(text, texts[last]) for name, text in texts.items() if name != last}
+    # Beside a whole graph its start has written the pieces of it, which are no edit of it.
+    others = [name for name in texts if name != last and _kind(name) == _kind(last)]
+    lines = {name: _different(texts[name], texts[last]) for name in others}
     if not lines:
         return []
     name = min(lines, key=lambda each: len(lines[each]))
-    return [f"{last} is the last piece, {name} the nearest to it", *lines[name]]
+    return [f"{last} is the last piece that was written, {name} the nearest to it", *lines[name]]
+
+
+def _kind(name: str) -> str:
+    """Of a piece: "piece", "partitioned" or "whole"."""
+    return name.partition("_")[0]
 
 
 def _different(old: list[str], new: list[str]) -> list[str]:

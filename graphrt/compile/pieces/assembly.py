@@ -420,5 +420,6 @@ def _reassigned(names: tuple[str, ...]) -> ReassignedStateError:
         advice="write into a tensor that is there before the first call and has room for all that "
         "comes, a count too; a cache of transformers does so with Cache(layers=[StaticLayer("
         "max_cache_len=...) for each layer]), see examples/compiled_transformers.py. Or compile "
-        "with graphs=False, for calls that no graph replays",
+        "with graphs=False, for calls that no graph replays: it serves new tensors of the same "
+        "shape, not numbers that change",
     )

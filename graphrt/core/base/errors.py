@@ -39,7 +39,7 @@ class GraphRTError(Exception):
 
 IN_PIECES = (
     'mark the function around it @eager_break and capture in pieces (mode="PIECEWISE"); it has to '
-    "return new tensors, in every branch"
+    "return new tensors, in every branch (in compiled code: @graphrt.opaque)"
 )
 """Advice for what no graph can hold: under FULL, and in a wrapper that is not breakable, the mark
 alone does nothing."""
