@@ -3,7 +3,7 @@ which is put back after each run without being declared."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
@@ -479,11 +479,15 @@ class _Namespaces:
     def __init__(self, places: Places) -> None:
         dicts = [each for _, each in places.containers if isinstance(each, dict)]
         dicts += [each.__dict__ for _, each in places.tensors if type(each) in tree.BARE]
-        names: dict[int, tuple[Any, Any]] = {id(each): (each, each) for each in dicts}
-        names |= {at: (each.holder, each.key.table) for at, each in places.keys.items()}
-        # What has names, and these.
-        self._holders = [holder for holder, _ in names.values()]
-        self._names = [table for _, table in names.values()]
+        names: dict[int, tuple[Any, Any, set[str] | None]]
+        names = {id(each): (each, each, None) for each in dicts}
+        names |= {
+            at: (each.holder, each.key.table, each.key.names) for at, each in places.keys.items()
+        }
+        # What has names, these, and of a module's globals those that code looks up: Dynamo keeps
+        # its compiled functions among the globals of a compiled module.
+        self._holders = [*names.values()]
+        self._names = [table for _, table, _ in names.values()]
         held = map(itemgetter(1), (*places.slots, *places.code))
         self._caches = [*{id(each): each for each in held if isinstance(each, LRU_CACHE)}.values()]
         self.begin()
@@ -499,14 +503,24 @@ class _Namespaces:
 
     def have_grown(self) -> bool:
         """Whether the run has made or deleted a name, or put the first tensor into a cache."""
-        return [*map(len, self._names)] != self._sizes or len(self.cached()) > len(self._cached)
+        is_less = any(
+            len(names) < size for names, size in zip(self._names, self._sizes, strict=True)
+        )
+        return is_less or any(self._new()) or len(self.cached()) > len(self._cached)
+
+    def _new(self) -> Iterator[tuple[Any, Any]]:
+        """What has a new name, and the name: a dict has new keys at its end."""
+        for (holder, names, looked_up), size in zip(self._holders, self._sizes, strict=True):
+            if len(names) > size:
+                for key in [*names][size:]:
+                    if looked_up is None or key in looked_up:
+                        yield holder, key
 
     def take_back(self) -> None:
-        """Delete what the run has made: a dict has new keys at its end."""
-        for holder, names, size in zip(self._holders, self._names, self._sizes, strict=True):
+        """Delete what the run has made."""
+        for holder, key in [*self._new()]:
             way = CLASS_ATTRIBUTE if isinstance(holder, type) else ITEM
-            for key in [*names][size:]:
-                put_back(Place(None, "", way, holder, key), MISSING)
+            put_back(Place(None, "", way, holder, key), MISSING)
         for cache in self.cached():
             if cache not in self._cached:
                 cache.cache_clear()

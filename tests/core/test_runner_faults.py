@@ -446,12 +446,11 @@ def test_an_unknown_or_composite_operator_in_breaks_is_refused(name, text):
         captured.capture()
 
 
-@pytest.mark.parametrize("reqs", [0, 9])
-def test_a_batch_with_zero_or_too_many_requests_is_refused(reqs):
+def test_a_batch_without_requests_is_refused():
     captured = runner(mode="PIECEWISE", max_num_reqs=4)
     captured.capture()
     with pytest.raises(InvalidBatchError):
-        captured(Batch(2, reqs), x=rows(2))
+        captured(Batch(2, 0), x=rows(2))
 
 
 # Tasks ---------------------------------------------------------------------------------------

@@ -62,7 +62,8 @@ def _keys_of(metadata: Any, cp_rank: tuple[int, ...] | None = None) -> Any:
         lengths = getattr(decode, by_rank, None)
         if lengths is None:
             continue
-        lengths = torch.as_tensor(lengths)
+        if not isinstance(lengths, torch.Tensor):
+            lengths = torch.as_tensor(lengths, device="cpu")
         if cp_rank is None or len(cp_rank) != lengths.dim() - 1:
             raise InvalidUpdateError(
                 "the attention metadata is of context parallelism, where each rank has lengths of "
