@@ -516,3 +516,41 @@ def test_a_hosts_dynamo_compiles_no_function_of_graphrt(check):
     assert __file__ in met
     package = os.path.dirname(graphrt.__file__)
     assert not [name for name in met if name.startswith(package)]
+
+
+class Halved(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x / 2
+
+
+@eager_break
+def halved_in_a_part(block: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return block(x)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_functions_that_dynamo_keeps_among_a_modules_globals_stay_after_warm_ups():
+    """Without, a block of this module that `block.compile()` has compiled in a warm-up was a
+    NameError at the next call: its code looks up `__compiled_fn_...`."""
+    torch._dynamo.reset()
+    block = Halved()
+    block.compile(backend="eager")
+    before = {name for name in globals() if name.startswith("__compiled_fn")}
+    runner = GraphRunner(
+        lambda x: halved_in_a_part(block, x + 1) * 3,
+        mode="PIECEWISE",
+        sizes=[1, 2, 8],
+        inputs={"x": PADDED},
+        platform="cpu",
+    )
+    runner.capture()
+    code = torch._dynamo.eval_frame._debug_get_cache_entry_list(Halved.forward)
+    looked_up = {
+        name for each in code for name in each.code.co_names if name.startswith("__compiled_fn")
+    }
+    assert looked_up - before
+    assert looked_up <= globals().keys()
+    for count in (1, 2, 5):
+        x = torch.rand(count, WIDTH)
+        torch.testing.assert_close(runner(x=x), (x + 1) / 2 * 3)
+    torch._dynamo.reset()
