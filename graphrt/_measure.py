@@ -136,7 +136,7 @@ def run_watched(executor: StepExecutor, step: Step, watch: RunWatch) -> None:
 
 
 def run_by_graph(executor: StepExecutor, step: Step) -> None:
-    """Run a step by its graph as the engine does: what is a single graph needs no context."""
+    """Replay a step's graph as the engine does: a single graph needs no forward context."""
     prepared = executor.graphs.steps[step.dispatch.slot]
     if step.dispatch.mode is GraphMode.FULL and step.updates is None and prepared is not None:
         executor.run(prepared, step.batch, step.values)

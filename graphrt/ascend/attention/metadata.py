@@ -55,7 +55,7 @@ def _lengths_of(
 
 
 def _keys_of(metadata: Any, cp_rank: tuple[int, ...] | None = None) -> Any:
-    """The key lengths of the requests; with context parallelism those that this rank holds."""
+    """The key lengths of the requests, in tokens; with context parallelism, this rank's share."""
     decode = getattr(metadata, "decode_meta", None)
     # By request and rank of decode context parallelism; 0.23: and before it of that of prefills.
     for by_rank in ("num_computed_tokens_of_dcp", "num_computed_tokens_of_pcp_dcp"):

@@ -128,7 +128,7 @@ def written_after_read(
 
 
 def with_roots(nodes: Sequence[fx.Node], roles: Roles) -> set[fx.Node]:
-    """The nodes, and the tensors behind those that are views."""
+    """The nodes; of a view also the node of its base tensor."""
     return {*nodes, *roles.roots(n for n in nodes if n in roles.views)}
 
 

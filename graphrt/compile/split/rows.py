@@ -14,7 +14,7 @@ from graphrt.compile.split.graph import remember_lines, uncompiled, with_roots
 from graphrt.compile.split.groups import Roles
 from graphrt.compile.trace.sizes import placeholders, value_of
 
-# Functions that write rows along a dimension -> those that read and write the same ones.
+# A function that writes rows along a dimension -> (how to read these rows, how to write them).
 _BY_DIM = {
     **dict.fromkeys(
         ("index_copy_", "index_add_", "index_fill_", "index_reduce_"),

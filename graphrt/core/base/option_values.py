@@ -264,7 +264,7 @@ def choice(*choices: str) -> Check:
 
 
 def nan_choice(key: str, value: object) -> object:
-    """A check for what to look for: True for NaN, "inf" for infinities too."""
+    """Check an option that takes True (find NaN), "inf" (find infinities too) or False."""
     if isinstance(value, bool) or (isinstance(value, str) and value == "inf"):
         return value
     raise wrong_type(key, value, 'True, False or "inf"', f"{key}=True")

@@ -89,7 +89,7 @@ class PrivateNames:
 
 
 def imported(path: str) -> Any:
-    """The module of that path, None if there is none; raises what a broken one raises."""
+    """The module `path`; None if it does not exist. A broken module raises its own error."""
     try:
         return import_module(path)
     except ModuleNotFoundError as error:

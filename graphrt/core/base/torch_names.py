@@ -68,8 +68,8 @@ _skipped = _without_dynamo("torch._C._dynamo.eval_frame._FrameAction.SKIP")
 
 
 def untraced(function: F) -> F:
-    """A function that is called in the middle of a host's code: Dynamo compiles neither it nor what
-    it calls.
+    """Have Dynamo compile neither `function` nor the functions that it calls. A host's code calls
+    it between operators.
 
     Where Dynamo gives up on a frame, as after a graph break, it goes on with the frames that this
     one calls: the code object has a mark. Else it traces into functions, unless they have the

@@ -331,7 +331,7 @@ def _called_unnamed(kind: type) -> Names:
 
 
 def _with_methods(kind: type, names: Names) -> Names:
-    """`names`, and the names in the code of those methods of a class that are called by them."""
+    """`names`, and the names used by the code of each method of the class that they name."""
     while True:
         found = [
             names_in(vars(each)[name].__code__)
