@@ -453,6 +453,10 @@ class Trial:
         if is_comparable or watching.first_difference(warm.trace.overloads(), captured_operators):
             self._another_way = now.trace.at_source(first)
 
+    def scratch_spans(self) -> list[tuple[int, int]]:
+        """`Watch.scratch_spans` of the first eager run."""
+        return self._eager.watch.scratch_spans(self._eager.outputs)
+
     def _judge_change(self, now: Trace) -> None:
         """After a change of the host's, fail if eager runs issue other operators than the graph, or
         give them other numbers or tensors. Equal results of one step prove nothing then: with
@@ -466,15 +470,13 @@ class Trial:
         if self.warm is None:
             return
         with_addresses = graph.varying is not None or not graph.changed
-        scratch, of_graph = self._eager.watch.scratch_spans(), self.warm.scratch
-        if self._eager.watch.saw_compiled_code:
-            # Its kernels fill memory without an operator, so that each run shows other scratch.
-            scratch, of_graph = [], []
+        has_parts = self._has_parts
+        spans, of_graph = self.scratch_spans(), self.warm.scratch
         ours, theirs = [
-            each.captured(has_parts=self._has_parts).described(
-                with_addresses=with_addresses, scratch=spans
+            trace.captured(has_parts=has_parts).described(
+                with_addresses=with_addresses, scratch=scratch
             )
-            for each, spans in ((now, scratch), (self.warm.trace, of_graph))
+            for trace, scratch in ((now, spans), (self.warm.trace, of_graph))
         ]
         same = eq if self._same_size else watching.same_but_for_size
         differing = dict(watching.differences(ours, theirs, same))
@@ -493,7 +495,9 @@ class Trial:
         text, now = self._another_way, self._eager.watch.trace
         if not text and self.warm is not None:
             same = eq if self._same_size else watching.same_but_for_size
-            text = now.at_source(watching.first_difference(now, self.warm.trace, same))
+            ours = now.described(with_addresses=True, scratch=self.scratch_spans())
+            theirs = self.warm.trace.described(with_addresses=True, scratch=self.warm.scratch)
+            text = now.at_source(watching.first_difference(ours, theirs, same))
         if text:
             return f"\n    the first operator that is another one now is {text}"
         if not self._state.generators.have_drawn(self._eager.left.generators):

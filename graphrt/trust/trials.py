@@ -293,8 +293,8 @@ class WrapperTrials:
         checks.tried(slot, verdict, None)
         if step.watch is not None and verdict.failure is None:
             tokens = dispatch.descriptor.num_tokens
-            spans = step.watch.scratch_spans()
-            warm = WarmedUp(tokens, step.watch.trace, writes=False, captured={}, scratch=spans)
+            scratch, trace = trial.scratch_spans(), step.watch.trace
+            warm = WarmedUp(tokens, trace, writes=False, captured={}, scratch=scratch)
             self._warm.setdefault(slot, warm)
 
 

@@ -56,7 +56,7 @@ class WarmedUp(NamedTuple):
     captured: dict[GraphMode, list[Any]]
     """By mode, the operators that a capture of that size issued."""
     scratch: Collection[tuple[int, int]] = ()
-    """The spans of memory that it filled before it read it."""
+    """The spans of memory that may be elsewhere in each run."""
 
 
 @dataclass
@@ -247,7 +247,8 @@ class WatchedState(RunWatch):
         largest = self.warmed_up.get(kind, none)
         # A later session may watch a smaller size than an earlier one.
         if largest.tokens <= tokens:
-            largest = WarmedUp(tokens, again.trace, largest.writes, {}, again.scratch_spans())
+            spans = again.scratch_spans(result)
+            largest = WarmedUp(tokens, again.trace, largest.writes, {}, spans)
         if kind is not None:
             writes = largest.writes or bool(watch.written())
             self.warmed_up[kind] = largest._replace(writes=writes)

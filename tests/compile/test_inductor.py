@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from test_compile_runner import small_runner
+from torch import nn
 
 import graphrt
-from graphrt import Batch, GraphMode, GraphPool
+from graphrt import Batch, GraphMode, GraphOptions, GraphPool, GraphRunner, InputSpec, Reason
 from graphrt.compile import CompileError, CompileOptions, compile_module
 from graphrt.compile.backend import inductor
 from graphrt.compile.backend.choice import EagerBackend, backend_for
@@ -79,6 +80,47 @@ def test_code_compiled_by_inductor_gives_eager_results(tmp_path, monkeypatch):
     torch.testing.assert_close(
         again(**step_inputs(5)), original(**step_inputs(5)), rtol=1e-4, atol=1e-5
     )
+
+
+@needs_compiler
+def test_memory_that_compiled_code_makes_may_be_elsewhere_in_each_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.register_buffer("halves", torch.empty(4, 8))
+
+        def forward(self, x):
+            # Kernels fill the linears' inputs, linears memory of the code's own; and an operator
+            # reads what is a result too. Watches see operators only beside one that splits, and
+            # writes state.
+            hidden = self.first(x.sin()).cos()
+            halved(x, self.halves)
+            return hidden, self.second(hidden) + self.halves
+
+    model, pool = graphrt.support_compile(dynamic_dims={})(Model)().eval(), GraphPool("cpu")
+    compile_module(model, pool=pool, options=options(tmp_path))
+    runner = GraphRunner(
+        model,
+        mode="FULL",
+        sizes=[4],
+        inputs={"x": InputSpec(torch.float32, ("tokens", 8))},
+        outputs=("tokens", 8),
+        pool=pool,
+        options=GraphOptions(check="always"),
+    )
+    runner.capture()
+    assert runner.graphs.checks.reads.saw_compiled_code
+    kept = []
+    for count in range(6):
+        runner(Batch(4, 4, 4), x=torch.randn(4, 8))
+        assert runner.last_dispatch.reason is Reason.HIT
+        kept += [torch.empty(4, 8) for _ in range(count)]
+    # No argument of any operator differs between two steps: such a one would hide later changes.
+    tried = runner.graphs.checks.graph_to_try(runner.last_dispatch)
+    assert tried.varying == frozenset()
 
 
 @needs_compiler

@@ -320,15 +320,6 @@ def test_a_kept_tensor_computed_from_state_that_inputs_wrote_counts_as_from_inpu
     assert watch.made_alive()[tree.storage_key(held[0])].from_inputs
 
 
-def test_a_write_of_compiled_code_is_no_use_and_the_code_is_noted():
-    state = torch.ones(4)
-    code = {"empty_strided_cpu": None, "async_compile": None, "state": state}
-    exec("def call():\n    state.add_(1)", code)
-    watch = watched(code["call"])
-    assert watch.saw_compiled_code and watch.uses == {}
-    assert not watched(lambda: state.add_(1)).saw_compiled_code
-
-
 def test_generators_that_the_forward_used_are_restored_and_unused_ones_are_not():
     own, other = torch.Generator().manual_seed(3), torch.Generator().manual_seed(4)
     generators = WatchedGenerators("cpu")

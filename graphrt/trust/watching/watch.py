@@ -262,9 +262,18 @@ class Watch(ThreadMode):
         """The memory from outside that the run has used."""
         return {key: use for key, use in self._memory.items() if isinstance(use, Use)}
 
-    def scratch_spans(self) -> list[tuple[int, int]]:
-        """Where memory from outside is that the run has filled before it read it."""
-        return [use.span for use in self.uses.values() if use.is_scratch]
+    def scratch_spans(self, result: Any = None) -> list[tuple[int, int]]:
+        """Where memory is that may be elsewhere in the next run, as seen once the run has ended
+        with `result`. It has filled such memory before it read it, or a kernel of compiled code has
+        made it: no operator shows that, but it is gone by now, or the result's."""
+        results = {key for _, key, _ in tree.placed(leaf for _, leaf in tree.leaves(result))}
+        return [
+            use.span
+            for key, use in self.uses.items()
+            if use.ref.expired()  # type: ignore[no-untyped-call]
+            or key in results
+            or (use.is_scratch and not self.saw_compiled_code)
+        ]
 
     def begin_part(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[int]:
         """An eager part begins. Note its plain arguments: replays give it those of the capture.
@@ -406,10 +415,11 @@ def _sum_of_live(result: Any, rows: int, live: int) -> torch.Tensor | None:
 
 def _from_compiled_code() -> bool:
     """Whether code that Inductor has written issued this operator: such code calls operators
-    itself, so one of the innermost frames is its."""
+    itself, so one of the innermost frames is its. Its globals say so; `async_compile` is deleted
+    from them once its kernels are there."""
     frame = sys._getframe(2)  # of `handle`
     for _ in range(12):
-        if "empty_strided_cpu" in frame.f_globals and "async_compile" in frame.f_globals:
+        if "empty_strided_cpu" in frame.f_globals and "AsyncCompile" in frame.f_globals:
             return True
         if frame.f_back is None:
             return False
