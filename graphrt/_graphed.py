@@ -34,12 +34,12 @@ from graphrt.core.base.errors import (
     Uncopied,
 )
 from graphrt.core.base.option_values import check_callable, check_kind, choice, shown
-from graphrt.core.base.texts import aligned, error_text
+from graphrt.core.base.texts import aligned
 from graphrt.core.base.thread_mode import unseen, without_gradients
 from graphrt.core.base.torch_names import runs_hooks, untraced
 from graphrt.core.capture.operators import facts_of, written
 from graphrt.core.capture.options import GraphOptions
-from graphrt.core.capture.refusals import OWN_GRAPHS
+from graphrt.core.capture.refusals import OWN_GRAPHS, makes_graphs
 from graphrt.core.device.platform import Platform
 from graphrt.core.device.registry import current_platform, installed_platforms
 from graphrt.core.inputs.declared import flat_of
@@ -189,7 +189,7 @@ def graphed(
         try:
             of_outputs = _try(plain, call, guessed, rows, example)
         except RuntimeError as error:
-            if "cudagraph" in error_text(error):
+            if makes_graphs(error):
                 raise OWN_GRAPHS() from error
             raise
     fast = runner(

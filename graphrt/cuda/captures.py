@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Iterable
 from functools import partial
@@ -24,6 +25,7 @@ from graphrt.cuda.driver.api import (
 )
 from graphrt.cuda.driver.forks import ForkWatch
 from graphrt.cuda.memory import GraphMemory
+from graphrt.cuda.private_torch import current_device
 from graphrt.cuda.update.tasks import Tasks
 
 _GENERATOR_BYTES = 2048
@@ -119,6 +121,26 @@ def check_room() -> None:
     """
     allocated = torch.cuda.caching_allocator_alloc(_GENERATOR_BYTES)
     torch.cuda.caching_allocator_delete(allocated)  # type: ignore[no-untyped-call]
+
+
+class _Threads(threading.local):
+    with_cublas: frozenset[int] = frozenset()
+    """The devices for which a thread has a handle of cuBLAS."""
+
+
+_threads = _Threads()
+
+
+def set_up_cublas() -> None:
+    """Make this thread's handle of cuBLAS for the current device, before a capture that may be the
+    first to need one: cuBLAS cannot be set up inside, and where it has failed to, some of its
+    routines fail for good (`torch.linalg.qr` of batches)."""
+    device = current_device()
+    if device not in _threads.with_cublas and not torch.cuda.is_current_stream_capturing():
+        # torch gives the handle a workspace for the stream, here one that no pool has.
+        with torch.cuda.stream(torch.cuda.default_stream()):
+            unseen(torch.cuda.current_blas_handle)
+        _threads.with_cublas |= {device}
 
 
 def _end_empty(graph: Any, stream: int) -> bool:

@@ -31,7 +31,7 @@ from graphrt.core.device.pool_memory import PoolHandle, SavedMemory, pool_handle
 from graphrt.core.inputs.transport import Slab
 from graphrt.cuda._workspaces import mark_as_hosts
 from graphrt.cuda.blocks import blocks_of, internal_sizes
-from graphrt.cuda.captures import CudaCaptures, check_room
+from graphrt.cuda.captures import CudaCaptures, check_room, set_up_cublas
 from graphrt.cuda.driver.api import driver_available, is_mapped, upload
 from graphrt.cuda.driver.fetch import FetchRing
 from graphrt.cuda.driver.pointers import pointers_of
@@ -119,6 +119,7 @@ class CudaPlatform(Platform):
 
     def new_graph(self) -> torch.cuda.CUDAGraph:
         check_room()
+        set_up_cublas()
         # Updates of tasks name the nodes of the template, so torch has to keep it.
         return torch.cuda.CUDAGraph(keep_graph=driver_available())
 

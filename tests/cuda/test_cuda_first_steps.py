@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from graphrt import GraphOptions, GraphRunner, Host, InputSpec
+from tests import starts
 
 pytestmark = pytest.mark.cuda
 
@@ -70,3 +71,28 @@ def test_a_nested_runner_becomes_part_of_the_outer_graph():
             assert torch.equal(out.cpu(), torch.full((count, 4), (value + 1) * 10 + value))
             own = inner(x=torch.full((count, 4), value))
             assert torch.equal(own.cpu(), torch.full((count, 4), value * 10))
+
+
+FIRST = """
+import torch
+from graphrt import BatchDescriptor, GraphOptions, GraphPool, GraphWrapper, forward_context
+
+torch.cuda.init()
+weight, x = torch.eye(8, device="cuda"), torch.ones(2, 8, device="cuda")
+wrapper = GraphWrapper(
+    lambda x: torch.mm(x, weight),
+    "FULL",
+    pool=GraphPool("cuda"),
+    options=GraphOptions(warmups=0, lazy=True),
+)
+for _ in range(2):
+    with forward_context("FULL", BatchDescriptor(2)):
+        print(wrapper(x).sum().item())
+print(torch.linalg.qr(torch.randn(8, 2, 4, device="cuda"))[0].shape)
+"""
+
+
+def test_the_first_use_of_cublas_may_be_in_a_capture():
+    """torch raises where cuBLAS is set up in a capture, and batched QR fails then for good."""
+    done = starts.run("-c", FIRST)
+    assert done.stdout.splitlines() == ["16.0", "16.0", "torch.Size([8, 2, 2])"], done.stderr

@@ -226,6 +226,8 @@ class Recorder:
                 if isinstance(error, GraphRTError):
                     name(error)
                     raise  # what is named already needs no explanation
+                if refusals.makes_graphs(error):
+                    raise name(refusals.OWN_GRAPHS()) from error
                 explained = self.pool.platform.explain(error)
                 if isinstance(explained, Unexplained):
                     name(error)

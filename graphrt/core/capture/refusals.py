@@ -27,6 +27,7 @@ import torch
 
 from graphrt.core.base import errors
 from graphrt.core.base._undo import note, notes_of
+from graphrt.core.base.texts import error_text
 from graphrt.core.batch.modes import GraphMode
 
 _GRAPHRT = Path(os.path.abspath(__file__)).parents[2]
@@ -83,6 +84,15 @@ def user_source() -> Source | None:
             return source
         frame = frame.f_back
     return None
+
+
+def makes_graphs(error: BaseException) -> bool:
+    """Whether an error came from a model that makes CUDA graphs of its own, by torch.compile."""
+    trace, files = error.__traceback__, set[str]()
+    while trace is not None:
+        files.add(Path(trace.tb_frame.f_code.co_filename).name)
+        trace = trace.tb_next
+    return "cudagraph_trees.py" in files or "cudagraph" in error_text(error)
 
 
 def source_of(error: BaseException) -> Source | None:

@@ -497,7 +497,7 @@ class RunnerCapture:
                         del explained
                 if "to_padded_tensor" in error_text(error):
                     raise refusals.NESTED_PADDING(source=refusals.source_of(error)) from error
-                if "cudagraph" in error_text(error):
+                if refusals.makes_graphs(error):
                     raise refusals.OWN_GRAPHS() from error
                 specs = self._setup.inputs.declared.specs.items()
                 pads = ", ".join(f"{name}={spec.pad_value}" for name, spec in specs)
