@@ -59,8 +59,6 @@ class ReadSet:
         """With `has_full` there are graphs without eager parts. Unless runs are `watched` nothing
         is known."""
         self.watched = watched
-        # Whether a watched run has run compiled code, whose reads no operator shows.
-        self.saw_compiled_code = False
         self._forward = forward
         self._has_full = has_full
         self._read_nothing()
@@ -92,7 +90,6 @@ class ReadSet:
     def note(self, watch: Watch, kind: Hashable = None) -> None:
         """Keep the memory that a run for graphs of a `kind` used and somebody else still holds; the
         rest was temporary. With None graphs of any kind may use it."""
-        self.saw_compiled_code |= watch.saw_compiled_code
         self.needs_copies |= watch.changes_inputs
         self.drawn |= watch.drawn
         for key, use in watch.uses.items():
@@ -203,7 +200,7 @@ class ReadSet:
         kinds = set[Hashable]()
         for each in self._stale(self.walk()):
             _, use = self._held.get(each.key or 0, (None, None))
-            if use is None or not use.kinds or self.saw_compiled_code:
+            if use is None or not use.kinds:
                 return None
             kinds |= use.kinds
         return kinds
@@ -238,8 +235,7 @@ class ReadSet:
         """Whether graphs may go on with this memory, if trials pass, when the forward has another
         one: it is scratch memory, or a table that the forward computes and never writes."""
         storage, use = self._held.get(key or 0, (None, None))
-        # Compiled code writes without an operator that shows it.
-        if storage is None or use is None or self.saw_compiled_code:
+        if storage is None or use is None:
             return False
         is_table = use.is_table and not use.is_written
         # `resize_()` would have freed it.
@@ -255,7 +251,7 @@ class ReadSet:
 
     def is_unread(self, key: int | None) -> bool:
         """Whether watched runs have shown that graphs do not read what is in this memory."""
-        if key is None or not self._held or self.saw_compiled_code:
+        if key is None or not self._held:
             return False
         _, use = self._held.get(key, (None, None))
         return use is None or (use.in_parts and not self._has_full) or self.may_stay(key)
@@ -267,8 +263,6 @@ class ReadSet:
         read tensors that nothing compares: no `weights`, and none `of_runner`."""
         places = self.walk()
         refuse_moved(self.stale_paths(places))
-        if self.saw_compiled_code:
-            return weights.refuse_others()
         named = {address_of(tensor) for _, tensor in places.tensors}
         named.update(_addresses(entries, of_runner))
         named.update(map(address_of, weights.now().values()))

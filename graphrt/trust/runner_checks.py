@@ -152,8 +152,7 @@ class RunnerChecks(Checks):
 
     def lends(self) -> Collection[int] | None:
         reads = self.reads
-        is_safe = self.warmed_up and not (reads.needs_copies or reads.saw_compiled_code)
-        return reads.held if is_safe else None
+        return reads.held if self.warmed_up and not reads.needs_copies else None
 
     def stop_lending(self, kept: Mapping[str, int]) -> None:
         self.reads.needs_copies = True

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphrt import GraphPool, GraphRunner, InputSpec
 from graphrt.compile import CompileOptions, compile_module, opaque
-from graphrt.compile.backend.as_operator import AsOperator, TellingWrites
+from graphrt.compile.backend.as_operator import AsOperator, TellingUses
 from tests.draws import rest_long
 
 SLOTS, WIDTH = 32, 8
@@ -139,11 +139,11 @@ def test_compiled_code_with_operators_inside_reports_its_other_writes():
         return amount.mul(2)
 
     target, amount = torch.zeros(3), torch.ones(3)
-    call = TellingWrites(run, [0])
+    call = TellingUses(run, [0])
     with Told() as told:
         call(target, amount)
     assert [each is target for each in told.written] == [True]
-    assert (told.calls[0], told.calls[-1]) == ("graphrt::compiled_writes", "aten::mul.Tensor")
+    assert (told.calls[0], told.calls[-1]) == ("graphrt::compiled_uses", "aten::mul.Tensor")
 
 
 def test_a_compiled_piece_skips_the_dispatcher_where_no_mode_watches(monkeypatch):

@@ -112,7 +112,6 @@ def test_memory_that_compiled_code_makes_may_be_elsewhere_in_each_run(tmp_path, 
         options=GraphOptions(check="always"),
     )
     runner.capture()
-    assert runner.graphs.checks.reads.saw_compiled_code
     kept = []
     for count in range(6):
         runner(Batch(4, 4, 4), x=torch.randn(4, 8))

@@ -375,3 +375,49 @@ def test_the_stride_of_a_single_row_is_ignored_unless_the_forward_reads_strides(
     compiled(torch.randn(4, 4))
     cut = torch.randn(1, 8)[:, :4]
     assert torch.equal(compiled(cut), cut * 2)
+
+
+@opaque("graphrt_replaced::stored", mutates=["kept"])
+def stored(x: torch.Tensor, kept: torch.Tensor) -> None:
+    kept[: len(x)].copy_(x)
+
+
+class Norm(nn.Module):
+    """Only kernels of Inductor read its weight, in a whole graph that writes state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(WIDTH))
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("kept", torch.zeros(8, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True)) * self.weight
+        stored(x, self.kept)
+        return self.second(x)
+
+
+@needs_compiler
+def test_a_weight_that_only_kernels_of_a_whole_graph_read_is_compared(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    model, pool = Norm().eval().requires_grad_(False), GraphPool("cpu")
+    options = CompileOptions(backend="inductor", cache_dir=str(tmp_path / "kept"))
+    compile_module(model, ["x"], pool=pool, options=options)
+    runner = GraphRunner(
+        model,
+        mode="FULL",
+        sizes=[4, 8],
+        inputs={"x": InputSpec(torch.float32, ("tokens", WIDTH))},
+        outputs=("tokens", WIDTH),
+        pool=pool,
+    )
+    runner.capture()
+    x = torch.randn(3, WIDTH)
+    runner(Batch(3, 3, 1), x=x)
+    model.weight.data = torch.rand(WIDTH)
+    plain = Norm().eval().requires_grad_(False)
+    plain.load_state_dict(model.state_dict())
+    for _ in range(2):
+        torch.testing.assert_close(runner(Batch(3, 3, 1), x=x), plain(x))
+    assert runner.last_dispatch.reason is Reason.QUARANTINED

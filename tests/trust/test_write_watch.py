@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from graphrt import GraphRunner, InputSpec
-from graphrt.compile.backend.as_operator import AsOperator, TellingWrites
+from graphrt.compile.backend.as_operator import AsOperator, TellingUses
 from graphrt.core.base import tree
 from graphrt.core.base.thread_mode import is_watched
 from graphrt.trust.watching import writes
@@ -252,7 +252,7 @@ def test_writes_declared_by_compiled_pieces_are_saved():
 
     state = torch.zeros(4)
     assert saved(state, lambda: AsOperator(kernel, None, [0], always=False)(state))
-    assert saved(state, lambda: TellingWrites(kernel, [0])(state))
+    assert saved(state, lambda: TellingUses(kernel, [0])(state))
 
 
 def test_code_from_torch_compile_has_its_writes_saved():

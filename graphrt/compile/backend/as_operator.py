@@ -18,7 +18,7 @@ _library.define(
     "compiled_piece(int piece, Tensor[] read, Tensor(a!)[] written, SymInt[] sizes, int[] order)"
     " -> Tensor[]"
 )
-_library.define("compiled_writes(Tensor(a!)[] written) -> ()")
+_library.define("compiled_uses(Tensor[] read, Tensor(a!)[] written) -> ()")
 
 _READ, _WRITTEN, _SIZE = range(3)
 _numbers = itertools.count()
@@ -77,26 +77,36 @@ class AsOperator:
         return [results] if self._returns == 1 else list(results)
 
 
-class TellingWrites:
-    """Calls `run`, after an operator that tells watches which arguments it writes: those with the
-    indices `written`. It is for code with splitting operators inside, which watches see too:
-    of a cache they save the rows that are written. A capture takes `captured` instead, if given."""
+class TellingUses:
+    """Calls `run`, after an operator that tells watches which arguments its kernels read and write:
+    those with the indices `written`, and all that nothing writes. It is for code with splitting
+    operators inside, which watches see too: they write the arguments `by_operators`, and of a cache
+    watches save the rows that are written. A capture takes `captured` instead, if given."""
 
     def __init__(
         self,
         run: Callable[..., Any],
         written: Collection[int],
         captured: Callable[..., Any] | None = None,
+        by_operators: Collection[int] = (),
     ) -> None:
         self._run = run
         self._written = sorted(written)
+        self._not_read = {*written, *by_operators}
         self._captured = captured
 
     def __call__(self, *args: Any) -> Any:
         if self._captured is not None and current_capture() is not None:
             return self._captured(*args)
-        if self._written and is_watched():
-            torch.ops.graphrt.compiled_writes.default([args[index] for index in self._written])
+        if is_watched():
+            torch.ops.graphrt.compiled_uses.default(
+                [
+                    each
+                    for index, each in enumerate(args)
+                    if isinstance(each, torch.Tensor) and index not in self._not_read
+                ],
+                [args[index] for index in self._written],
+            )
         return self._run(*args)
 
 
@@ -128,4 +138,4 @@ def _compiled_piece(
 
 
 _library.impl("compiled_piece", _compiled_piece, "CompositeExplicitAutograd")
-_library.impl("compiled_writes", lambda written: None, "CompositeExplicitAutograd")
+_library.impl("compiled_uses", lambda read, written: None, "CompositeExplicitAutograd")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphrt.compile.backend.as_operator import AsOperator, TellingRows, TellingWrites
+from graphrt.compile.backend.as_operator import AsOperator, TellingRows, TellingUses
 from graphrt.compile.backend.choice import Backend, backend_for
 from graphrt.compile.backend.inductor_mends import copies_between_written_inputs
 from graphrt.compile.errors import AliasError, CompileError
@@ -96,23 +96,22 @@ class Compiler:
         if key not in self._code_of:
             self._figures.distinct_pieces += 1
             call = self._compile_for_all_sizes(piece.graph, key)
-            call, rows = self._with_visible_writes(call, piece), None
+            call, rows = self._with_visible_uses(call, piece), None
             if self._backend.name != "eager":
                 rows = rows_written(piece.graph)
             self._code_of[key] = call if rows is None else TellingRows(call, rows)
         return RunnablePiece(piece, self._code_of[key], self._name(key))
 
-    def _with_visible_writes(self, call: Callable[..., Any], piece: Piece) -> Callable[..., Any]:
-        """`call` as an operator, or with a note of its writes: watches and captures see operators
-        and not kernels."""
+    def _with_visible_uses(self, call: Callable[..., Any], piece: Piece) -> Callable[..., Any]:
+        """`call` as an operator, or with a note of its uses: watches and captures see operators and
+        not kernels."""
         if self._backend.name == "eager":
             return call
         if self._partition_at is not None:
             # Splitting operators report their own writes, row by row.
             listed, unsafe = splits_at(self._partition_at), splits_at(None)
-            return TellingWrites(
-                call, written_between(piece.graph, lambda node: listed(node) or unsafe(node))
-            )
+            own_writes = written_between(piece.graph, lambda node: listed(node) or unsafe(node))
+            return TellingUses(call, own_writes, by_operators=piece.written)
         # A capture on the CPU records operators, and would miss compiled code.
         on_cpu = self._device_type == "cpu"
         operator = AsOperator(call, returned_count(piece.graph), piece.written, always=on_cpu)
@@ -121,7 +120,8 @@ class Compiler:
         own_writes = written_between(piece.graph, self._stays)
         if own_writes == piece.written:
             return operator
-        return TellingWrites(call, own_writes, captured=operator if on_cpu else None)
+        captured = operator if on_cpu else None
+        return TellingUses(call, own_writes, captured, by_operators=piece.written)
 
     def _why_uncompiled(self, piece: Piece) -> str:
         """Why a piece runs uncompiled, as Inductor would get it wrong; "" if it would not.

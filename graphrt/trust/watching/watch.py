@@ -9,7 +9,6 @@ its schema says. What compiled code reads and writes by its own kernels is not s
 from __future__ import annotations
 
 import ctypes
-import sys
 import zlib
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -175,8 +174,6 @@ class Watch(ThreadMode):
         self.inputs_written: dict[int, Use] = {}
         # Whether an input was written, or reshaped in place.
         self.changes_inputs = False
-        # Whether the run has called code compiled by Inductor, whose reads no operator shows.
-        self.saw_compiled_code = False
         # Whether all that it wrote were rows whose numbers came from its inputs.
         self.writes_rows_of_inputs = True
         # Of the generators that operators were given, torch's address -> the generator.
@@ -272,7 +269,7 @@ class Watch(ThreadMode):
             for key, use in self.uses.items()
             if use.ref.expired()  # type: ignore[no-untyped-call]
             or key in results
-            or (use.is_scratch and not self.saw_compiled_code)
+            or use.is_scratch
         ]
 
     def begin_part(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[int]:
@@ -327,11 +324,6 @@ class Watch(ThreadMode):
                 if torch.Tag.inplace_view not in op.func.tags:
                     use = Use(tensor, str(op.func), op.source)
                     self.inputs_written.setdefault(tensor.data_ptr(), use)
-                continue
-            if use is None and _from_compiled_code():
-                # Kernels of compiled code write into memory that no operator has made.
-                self.saw_compiled_code = True
-                self._memory[key] = OwnMemory(StorageWeakRef(tensor.untyped_storage()))  # type: ignore[no-untyped-call]
                 continue
             if not isinstance(use, Use):
                 use = self._memory[key] = Use(tensor, str(op.func), op.source)
@@ -411,20 +403,6 @@ def _sum_of_live(result: Any, rows: int, live: int) -> torch.Tensor | None:
     ):
         return None
     return unseen(lambda: result.detach()[:live].to(torch.float64).abs().sum())
-
-
-def _from_compiled_code() -> bool:
-    """Whether code that Inductor has written issued this operator: such code calls operators
-    itself, so one of the innermost frames is its. Its globals say so; `async_compile` is deleted
-    from them once its kernels are there."""
-    frame = sys._getframe(2)  # of `handle`
-    for _ in range(12):
-        if "empty_strided_cpu" in frame.f_globals and "AsyncCompile" in frame.f_globals:
-            return True
-        if frame.f_back is None:
-            return False
-        frame = frame.f_back
-    return False
 
 
 # Watches that see one thing each ------------------------------------------------------------------
