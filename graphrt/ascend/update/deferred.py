@@ -107,5 +107,5 @@ def still_waiting(name: str) -> MissingUpdateError:
         "update; it would wait for it for ever",
         got="a step between updates=DEFERRED and its update",
         expected="that update first",
-        advice="update the launched step, or raise STREAMS_PER_DEVICE so that pools share none",
+        advice="update the launched step; with STREAMS_PER_DEVICE=32 eight pools share none",
     )

@@ -9,7 +9,7 @@ replay, which waits for its signals.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -49,11 +49,14 @@ class Tasks:
         order: UpdateOrder,
         strategy: UpdateStrategy,
         watchdog: Watchdog | None,
+        streams: Callable[[], Sequence[Any]],
     ) -> None:
+        """`streams` returns those of the current device to update on."""
         self._npu = npu
         self.update_first = order == "update_first"
         self._brackets = Groups(npu) if strategy == "groups" else AutoDispatch(npu)
         self._watchdog = watchdog
+        self._streams_to_update_on = streams
         self._allocations = AllocationWatch(npu)
         # Ids of the streams that updates must not run on: those of open captures, and by memory
         # those that its graphs were captured on.
@@ -317,7 +320,7 @@ class Tasks:
         update_stream = self._streams.get(memory)
         if update_stream is None or update_stream.is_left:
             avoid = self._capturing | self._captured_on[memory]
-            update_stream = new_update_stream(self._npu, current, avoid)
+            update_stream = new_update_stream(self._streams_to_update_on(), current, avoid)
             self._streams[memory] = update_stream
         return update_stream
 
