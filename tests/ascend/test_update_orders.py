@@ -21,7 +21,13 @@ from graphrt.ascend.update.streams import (
     note_use,
 )
 from graphrt.ascend.update.tasks import Tasks
-from graphrt.core.base.errors import CaptureError, DeviceHangError, PlatformError, TaskContractError
+from graphrt.core.base.errors import (
+    CaptureError,
+    DeviceHangError,
+    MissingUpdateError,
+    PlatformError,
+    TaskContractError,
+)
 
 
 class Memory:
@@ -457,6 +463,25 @@ def test_update_streams_are_chosen_unused_first_then_shared_then_used_streams():
     used = new_update_stream(npu.pool, npu.current, {*more, streams[0].id})
     assert used.stream.name == "S1"
     assert is_update_stream(used.stream)
+
+
+def test_a_pool_that_shares_a_stream_on_which_a_launched_graph_waits_takes_another_one():
+    world, graph, memory = World(), FakeGraph(FakeNpu()), Memory()
+    world.streams = world.npu.pool[1:3]
+    held = [new_update_stream(world.streams, world.npu.current, ()) for _ in range(2)]
+    world.replay()
+    assert world.updating.name == "S1"
+    world.tasks.launch(world.graph, world.updates, "graph")
+    world.tasks.capture(graph, world.npu.pool[0], memory)  # type: ignore[arg-type]
+    for _ in range(2):
+        world.tasks.replay(graph, world.updates, True, "other")
+        assert world.tasks._streams[memory].stream.name == "S2"  # type: ignore[index]
+    held[1].is_awaited = True
+    with pytest.raises(MissingUpdateError, match="on all streams"):
+        world.tasks.replay(graph, world.updates, True, "other")
+    world.tasks.update(world.graph, world.updates, True)
+    world.tasks.replay(graph, world.updates, True, "other")
+    assert world.tasks._streams[memory].stream.name == "S1"  # type: ignore[index]
 
 
 def test_the_least_recently_used_stream_becomes_the_update_stream():

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from weakref import WeakValueDictionary
 
-from graphrt.core.base.errors import PlatformError
+from graphrt.core.base.errors import MissingUpdateError, PlatformError
 
 _LONGEST_UPDATE_S = 60.0
-
-
-def nothing() -> None:
-    """A reference to no graph."""
 
 
 class UpdateStream:
@@ -28,8 +24,8 @@ class UpdateStream:
 
     def __init__(self, stream: Any) -> None:
         self.is_left = False
-        self.awaited: Callable[[], Any] = nothing
-        """A launched graph that waits for an update on it, or None."""
+        self.is_awaited = False
+        """Whether a launched graph waits for an update on it: another one's would wait for ever."""
         self.stream = stream
         self.id: int = stream.npu_stream
         self.lock = threading.Lock()
@@ -92,7 +88,8 @@ def new_update_stream(streams: Iterable[Any], current: Any, avoid: Collection[in
 
     One that no work or capture ever used, and that is no other pool's; else another pool's, to be
     shared under its lock; else the one whose last use is longest ago. A stream that was made before
-    graphrt kept it may be used. Raises `PlatformError` if none is left.
+    graphrt kept it may be used. Raises `MissingUpdateError` if launched graphs wait on all of them,
+    `PlatformError` if there is none.
     """
     with _lock:
         live = dict(_live.items())
@@ -102,12 +99,20 @@ def new_update_stream(streams: Iterable[Any], current: Any, avoid: Collection[in
         unused = [each for each in others if each.npu_stream not in _last_use]
         if unused:
             return _new(unused[0])
-        if shared:
-            longest_ago = min(shared, key=lambda each: each.given)
+        idle = [each for each in shared if not each.is_awaited]
+        if idle:
+            longest_ago = min(idle, key=lambda each: each.given)
             longest_ago.given = next(_uses)
             return longest_ago
         if others:
             return _new(min(others, key=lambda each: _last_use[each.npu_stream]))
+        if shared:
+            raise MissingUpdateError(
+                "launched graphs wait for their updates on all streams that tasks are updated on",
+                got=f"{len(shared)} calls with updates=DEFERRED, none of them updated",
+                expected="at most one for each stream, and then their updates",
+                advice="update a launched step first; with STREAMS_PER_DEVICE=32 there are eight",
+            )
         raise PlatformError(
             "torch_npu has no stream to update tasks on",
             got=f"the current one, and {len(avoid)} that are captured on",
