@@ -9,11 +9,12 @@ graphrt keeps. torch_npu has made them anyway, so they take no further stream of
 2. Pools keep up to a half to capture on: see `graphrt.core.device.LentStreams`.
 
 Limit: C++ code takes streams without `torch.npu.Stream()`, and may get a kept one. So do
-`torch.Stream(device="npu")`, new communicators, and a host that made more than 24 streams before.
+`torch.Stream(device="npu")`, new communicators, and hosts that have almost all streams before.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from typing import Any
@@ -50,7 +51,7 @@ class OwnStreams:
             device = self._npu.current_device()
             if device not in self._for_updates:
                 count = max(1, _streams_of_torch() // 4)
-                self._for_updates[device] = [self._npu.Stream() for _ in range(count)]
+                self._for_updates[device] = self._unheld(count)
             return self._for_updates[device]
 
     def loan_of(self, stream: Any) -> Loan | None:
@@ -61,10 +62,18 @@ class OwnStreams:
         self.for_updates()  # before hosts have got them all
         kept = self._kept.setdefault(self._npu.current_device(), [])
         if 2 * len(kept) < _streams_of_torch():
-            kept.append(self._npu.Stream().stream_id)
+            kept.append(self._unheld(1)[0].stream_id)
             return kept[-1]
         self._shared += 1
         return kept[self._shared % len(kept)]
+
+    def _unheld(self, count: int) -> list[Any]:
+        """So many streams of the current device, of which no object exists if there are enough."""
+        cls, device = self._npu.Stream, self._npu.current_device()
+        objects = [each for each in gc.get_objects() if issubclass(type(each), cls)]
+        held = {each.stream_id for each in objects if each.device_index == device}
+        drawn = {each.stream_id: each for each in (cls() for _ in range(_MOST))}
+        return sorted(drawn.values(), key=lambda each: each.stream_id in held)[:count]
 
     def _wrapped(self, number: int) -> Any:
         return self._npu.Stream(

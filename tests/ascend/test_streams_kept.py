@@ -43,16 +43,28 @@ def test_streams_to_update_on_are_never_handed_out_again(monkeypatch):
     lent = [own.lend() for _ in range(3)]
     updating = {stream.stream_id for stream in own.for_updates()}
     assert updating == {0, 1} and own.for_updates() is own.for_updates()
-    assert [stream.stream_id for stream in lent] == [2, 3, 4]
-    assert {npu.Stream().stream_id for _ in range(40)} == {5, 6, 7}
+    kept = updating | {stream.stream_id for stream in lent}
+    assert len(kept) == 5
+    assert {npu.Stream().stream_id for _ in range(40)} == {*range(8)} - kept
+
+
+def test_streams_that_a_host_holds_are_kept_last(monkeypatch):
+    npu = npu_of(monkeypatch, 8)
+    held = [npu.Stream() for _ in range(11)]
+    del held[3:8]
+    own = OwnStreams(npu)
+    assert {stream.stream_id for stream in own.for_updates()} == {3, 4}
+    lent = [own.lend() for _ in range(4)]
+    assert {stream.stream_id for stream in lent} >= {5, 6, 7}
 
 
 def test_at_most_half_of_torch_npus_streams_are_kept(monkeypatch):
     npu = npu_of(monkeypatch, 8)
     own = OwnStreams(npu)
     lent = [own.lend() for _ in range(9)]
-    assert {stream.stream_id for stream in lent} == {2, 3, 4, 5}
-    assert {npu.Stream().stream_id for _ in range(40)} == {6, 7}
+    kept = {stream.stream_id for stream in (*lent, *own.for_updates())}
+    assert len(kept) == 6
+    assert {npu.Stream().stream_id for _ in range(40)} == {*range(8)} - kept
     # One that there is is made as it was asked for.
     assert npu.Stream(stream_id=2, device_index=0, device_type=20).stream_id == 2
 
