@@ -84,7 +84,7 @@ class AscendPlatform(Platform):
 
     @cached_property
     def _streams(self) -> OwnStreams:
-        return own_streams(self._npu, is_update_stream)
+        return own_streams(self._npu)
 
     @cached_property
     def _direct_streams(self) -> DirectStreams:
@@ -109,6 +109,7 @@ class AscendPlatform(Platform):
             order=self.options.update_order or update_order_of(self._npu.get_device_name()),
             strategy=self.options.update_strategy,
             watchdog=self._watchdog,
+            streams=self._streams.for_updates,
         )
 
     @cached_property

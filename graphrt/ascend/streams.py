@@ -1,19 +1,22 @@
-"""Streams of torch_npu to capture on that graphrt keeps: see `graphrt.core.device.LentStreams`.
+"""Streams of torch_npu that graphrt keeps: to capture on, and to update tasks on.
 
-torch_npu captures only on its own streams (`ExternalStream` is refused). It has 32, and
-`torch.npu.Stream()` hands them out in turn. Another thread could get one that graphrt captures on.
-So `torch.npu.Stream()` skips the streams that graphrt keeps. torch_npu has made them anyway, so
-they take no further stream of the device.
+torch_npu captures and updates only on its own streams (`ExternalStream` is refused). It has 32, and
+`torch.npu.Stream()` hands them out in turn. Another thread could get one that graphrt works on: its
+operators would come into a capture or an update. So `torch.npu.Stream()` skips the streams that
+graphrt keeps. torch_npu has made them anyway, so they take no further stream of the device.
+
+1. With a device's first pool a quarter of its streams is kept for updates; pools share them.
+2. Pools keep up to a half to capture on: see `graphrt.core.device.LentStreams`.
 
 Limit: C++ code takes streams without `torch.npu.Stream()`, and may get a kept one. So do
-`torch.Stream(device="npu")` and new communicators.
+`torch.Stream(device="npu")`, new communicators, and hosts that have almost all streams before.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
-from collections.abc import Callable
 from typing import Any
 
 from graphrt.core.device.lent_streams import LentStreams, Loan
@@ -24,14 +27,13 @@ _POOL = "STREAMS_PER_DEVICE"
 
 
 class OwnStreams:
-    """The streams that graphrt keeps, of all devices: at most half of torch_npu's. Once that half
-    is lent, pools share streams; captures on a device take turns."""
+    """The streams that graphrt keeps, of all devices. Once half of torch_npu's are lent for
+    captures, pools share streams; captures on a device take turns."""
 
-    def __init__(self, npu: Any, is_taken: Callable[[Any], bool]) -> None:
-        """No stream is kept for which `is_taken` is true: tasks are updated on it."""
+    def __init__(self, npu: Any) -> None:
         self._npu = npu
-        self._is_taken = is_taken
-        # Device -> ids of its streams that graphrt keeps.
+        # Device -> its streams that graphrt keeps for updates, and ids of those for captures.
+        self._for_updates: dict[int, list[Any]] = {}
         self._kept: dict[int, list[int]] = {}
         # How often a kept stream was handed out once more, as all were lent.
         self._shared = 0
@@ -43,21 +45,35 @@ class OwnStreams:
         """A stream of the current device. Raises `RuntimeError` where torch_npu has no streams."""
         return self._streams.lend(self._npu.current_device())
 
+    def for_updates(self) -> list[Any]:
+        """The streams of the current device to update tasks on."""
+        with _lock:
+            device = self._npu.current_device()
+            if device not in self._for_updates:
+                count = max(1, _streams_of_torch() // 4)
+                self._for_updates[device] = self._unheld(count)
+            return self._for_updates[device]
+
     def loan_of(self, stream: Any) -> Loan | None:
         """The loan that keeps other pools from a stream; None if it is not lent."""
         return self._streams.loan_of(stream.device_index, stream.stream_id)
 
     def _make(self) -> int:
+        self.for_updates()  # before hosts have got them all
         kept = self._kept.setdefault(self._npu.current_device(), [])
         if 2 * len(kept) < _streams_of_torch():
-            # torch_npu hands out all its streams in turn: one of these tries finds a free one.
-            for _ in range(_MOST):
-                stream = self._npu.Stream()
-                if not self._is_taken(stream):
-                    kept.append(stream.stream_id)
-                    return kept[-1]
+            kept.append(self._unheld(1)[0].stream_id)
+            return kept[-1]
         self._shared += 1
         return kept[self._shared % len(kept)]
+
+    def _unheld(self, count: int) -> list[Any]:
+        """So many streams of the current device, of which no object exists if there are enough."""
+        cls, device = self._npu.Stream, self._npu.current_device()
+        objects = [each for each in gc.get_objects() if issubclass(type(each), cls)]
+        held = {each.stream_id for each in objects if each.device_index == device}
+        drawn = {each.stream_id: each for each in (cls() for _ in range(_MOST))}
+        return sorted(drawn.values(), key=lambda each: each.stream_id in held)[:count]
 
     def _wrapped(self, number: int) -> Any:
         return self._npu.Stream(
@@ -66,15 +82,18 @@ class OwnStreams:
             device_type=self._device_type,
         )
 
+    def _is_kept(self, device: int, number: int) -> bool:
+        updating = self._for_updates.get(device, ())
+        return number in self._kept.get(device, ()) or number in [s.stream_id for s in updating]
+
     def _pass_over_kept(self) -> None:
-        cls, kept = self._npu.Stream, self._kept
-        new = cls.__new__
+        cls, new = self._npu.Stream, self._npu.Stream.__new__
 
         def passing_over(cls: type, device: Any = None, priority: int = 0, **existing: Any) -> Any:
             stream = new(cls, device, priority, **existing)
             if not existing:  # else a new object of an existing stream, named by its id
                 for _ in range(_MOST):
-                    if stream.stream_id not in kept.get(stream.device_index, ()):
+                    if not self._is_kept(stream.device_index, stream.stream_id):
                         break
                     stream = new(cls, device, priority)
             return stream
@@ -87,11 +106,11 @@ _own: list[OwnStreams] = []
 _lock = threading.Lock()
 
 
-def own_streams(npu: Any, is_taken: Callable[[Any], bool]) -> OwnStreams:
+def own_streams(npu: Any) -> OwnStreams:
     """The streams that graphrt keeps in this process."""
     with _lock:
         if not _own:
-            _own.append(OwnStreams(npu, is_taken))
+            _own.append(OwnStreams(npu))
         return _own[0]
 
 

@@ -89,6 +89,42 @@ def two_threads(platform: AscendPlatform, count: int = 100) -> None:
         assert differing(results[place], expected[place]) == []
 
 
+def beside_new_streams(*, before_updates: bool, waits: bool, count: int = 150) -> None:
+    """Steps of one thread, and work of another one on each stream that torch_npu hands out, made
+    before the first update or after it. With `waits` that work comes behind the steps."""
+    with runner(Decoder(4)) as run:
+        run.capture()
+        todo = steps(count, most=8, seed=3)
+        expected = eager_outputs(run, todo)
+        if not before_updates:
+            replayed(run, todo[0])
+        streams, own = [torch.npu.Stream() for _ in range(40)], torch.npu.Stream()
+        is_over, wrong = threading.Event(), []
+
+        def work() -> None:
+            torch.npu.set_device(0)
+            x, place = torch.ones(64, device="npu"), 0
+            torch.npu.synchronize()
+            while not is_over.is_set():
+                place += 1
+                with torch.npu.stream(streams[place % 40]):
+                    if waits:
+                        torch.npu.current_stream().wait_stream(own)
+                    wrong.append(x * place != place)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        try:
+            with torch.npu.stream(own):
+                outputs = replay_all(run, todo, every=count)
+        finally:
+            is_over.set()
+            thread.join()
+        torch.npu.synchronize()
+        assert differing(outputs, expected) == []
+        assert wrong and not any(each.any() for each in wrong)
+
+
 class Boom(Exception):
     pass
 

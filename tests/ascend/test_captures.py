@@ -312,7 +312,7 @@ def test_entering_a_stream_orders_the_stream_behind_the_caller_and_back():
 def test_computing_on_an_update_stream_ends_its_use_for_updates(how):
     npu = FakeNpu()
     platform = Simple(npu)
-    held = new_update_stream(npu, npu.current, ())
+    held = new_update_stream(npu.pool, npu.current, ())
     if how == "entered":
         with platform.on_stream(held.stream):
             assert held.is_left

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from schedules import need_simulator, python
 
 from graphrt import GraphOptions, GraphPool, GraphRunner, InputSpec
 from graphrt.ascend.driver.library import available_streams
@@ -94,3 +95,13 @@ def test_work_of_another_thread_on_new_streams_is_not_captured(mode):
             assert torch.equal(run(x=x).cpu(), (x + 1) * (x + 2))
         assert all((each.cpu() == 7).all() for each in beside)
     pool.close()
+
+
+@pytest.mark.parametrize("before_updates", [True, False], ids=["made before", "made after"])
+@pytest.mark.parametrize("waits", [True, False], ids=["behind the steps", "in no order"])
+def test_work_of_another_thread_on_new_streams_comes_into_no_update(before_updates, waits):
+    need_simulator()
+    called = f"before_updates={before_updates}, waits={waits}"
+    code = f"import protocol; protocol.beside_new_streams({called}); print('right')"
+    out = python(code, schedule="random:3", hang_ms=5000)
+    assert out.splitlines()[-1] == "right"

@@ -37,26 +37,40 @@ def npu_of(monkeypatch: Any, count: int) -> Any:
     return Npu()
 
 
-def test_an_update_stream_is_never_kept_for_captures(monkeypatch):
+def test_streams_to_update_on_are_never_handed_out_again(monkeypatch):
     npu = npu_of(monkeypatch, 8)
-    own = OwnStreams(npu, lambda stream: stream.stream_id in (0, 2))
+    own = OwnStreams(npu)
     lent = [own.lend() for _ in range(3)]
-    assert [stream.stream_id for stream in lent] == [1, 3, 4]
-    assert {npu.Stream().stream_id for _ in range(40)} == {0, 2, 5, 6, 7}
+    updating = {stream.stream_id for stream in own.for_updates()}
+    assert updating == {0, 1} and own.for_updates() is own.for_updates()
+    kept = updating | {stream.stream_id for stream in lent}
+    assert len(kept) == 5
+    assert {npu.Stream().stream_id for _ in range(40)} == {*range(8)} - kept
+
+
+def test_streams_that_a_host_holds_are_kept_last(monkeypatch):
+    npu = npu_of(monkeypatch, 8)
+    held = [npu.Stream() for _ in range(11)]
+    del held[3:8]
+    own = OwnStreams(npu)
+    assert {stream.stream_id for stream in own.for_updates()} == {3, 4}
+    lent = [own.lend() for _ in range(4)]
+    assert {stream.stream_id for stream in lent} >= {5, 6, 7}
 
 
 def test_at_most_half_of_torch_npus_streams_are_kept(monkeypatch):
     npu = npu_of(monkeypatch, 8)
-    own = OwnStreams(npu, lambda stream: False)
+    own = OwnStreams(npu)
     lent = [own.lend() for _ in range(9)]
-    assert {stream.stream_id for stream in lent} == {0, 1, 2, 3}
-    assert {npu.Stream().stream_id for _ in range(40)} == {4, 5, 6, 7}
+    kept = {stream.stream_id for stream in (*lent, *own.for_updates())}
+    assert len(kept) == 6
+    assert {npu.Stream().stream_id for _ in range(40)} == {*range(8)} - kept
     # One that there is is made as it was asked for.
     assert npu.Stream(stream_id=2, device_index=0, device_type=20).stream_id == 2
 
 
 def test_a_returned_stream_is_lent_before_a_new_stream_is_kept(monkeypatch):
-    own = OwnStreams(npu_of(monkeypatch, 8), lambda stream: False)
+    own = OwnStreams(npu_of(monkeypatch, 8))
     first = own.lend()
     number, loan = first.stream_id, own.loan_of(first)
     del first
@@ -68,7 +82,7 @@ def test_a_returned_stream_is_lent_before_a_new_stream_is_kept(monkeypatch):
 
 def test_a_stream_stays_lent_while_a_pool_may_have_graphs_that_were_captured_on_it(monkeypatch):
     npu = npu_of(monkeypatch, 8)
-    own = OwnStreams(npu, lambda stream: False)
+    own = OwnStreams(npu)
     memory, stream = GraphMemory(npu, own), own.lend()
     number = stream.stream_id
     memory.capturing_on(stream)

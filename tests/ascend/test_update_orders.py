@@ -21,7 +21,13 @@ from graphrt.ascend.update.streams import (
     note_use,
 )
 from graphrt.ascend.update.tasks import Tasks
-from graphrt.core.base.errors import CaptureError, DeviceHangError, PlatformError, TaskContractError
+from graphrt.core.base.errors import (
+    CaptureError,
+    DeviceHangError,
+    MissingUpdateError,
+    PlatformError,
+    TaskContractError,
+)
 
 
 class Memory:
@@ -90,7 +96,14 @@ class World:
         self.count = count
         self.npu = FakeNpu()
         self.memory: Any = Memory()
-        self.tasks = Tasks(self.npu, order=order, strategy="groups", watchdog=watchdog)
+        self.streams = self.npu.pool
+        self.tasks = Tasks(
+            self.npu,
+            order=order,
+            strategy="groups",
+            watchdog=watchdog,
+            streams=lambda: self.streams,
+        )
         self.graph = FakeGraph(self.npu)
         self.updates = self.capture(self.graph)
 
@@ -412,9 +425,7 @@ def test_the_update_stream_differs_from_capture_and_replay_streams():
 def test_a_stream_with_an_open_capture_is_never_the_update_stream():
     world = World()
     npu = world.npu
-    del npu.pool[3:]
-    streams_left = [npu.pool[1], npu.pool[2]]
-    npu.Stream = lambda: streams_left[0]  # type: ignore[method-assign]
+    world.streams = [npu.pool[1]]
     world.tasks.capture(FakeGraph(npu), npu.pool[1], Memory())  # type: ignore[arg-type]
     with pytest.raises(PlatformError, match="no stream to update tasks on"):
         world.replay()
@@ -425,7 +436,7 @@ def test_a_stream_with_an_open_capture_is_never_the_update_stream():
 
 def test_the_capture_stream_of_a_pool_is_never_its_update_stream():
     world = World()
-    world.npu.Stream = lambda: world.npu.pool[0]  # type: ignore[method-assign]
+    world.streams = [world.npu.pool[0]]
     with pytest.raises(PlatformError, match="no stream to update tasks on"):
         world.replay()
 
@@ -434,46 +445,64 @@ def test_update_streams_are_chosen_unused_first_then_shared_then_used_streams():
     npu = FakeNpu(streams=4)
     avoid = {npu.pool[0].npu_stream}
     note_use(npu.pool[1])
-    streams = [new_update_stream(npu, npu.current, avoid) for _ in range(2)]
+    streams = [new_update_stream(npu.pool, npu.current, avoid) for _ in range(2)]
     assert [each.stream.name for each in streams] == ["S2", "S3"]
     assert all(is_update_stream(each.stream) for each in streams)
     assert not is_update_stream(npu.pool[1])
     # None is left but the used one: another pool's is better, with the same lock.
-    again = new_update_stream(npu, npu.current, avoid)
+    again = new_update_stream(npu.pool, npu.current, avoid)
     assert again in streams
-    # What was updated on longest ago.
-    note_use(streams[0].stream)
-    assert new_update_stream(npu, npu.current, avoid) is streams[1]
-    note_use(streams[1].stream)
-    assert new_update_stream(npu, npu.current, avoid) is streams[0]
+    # The one that was given to a pool longest ago.
+    assert again is streams[0]
+    assert new_update_stream(npu.pool, npu.current, avoid) is streams[1]
+    assert new_update_stream(npu.pool, npu.current, avoid) is streams[0]
     # Not the current one, and not what is avoided, whoever updates on it.
-    assert new_update_stream(npu, streams[0].stream, avoid) is streams[1]
+    assert new_update_stream(npu.pool, streams[0].stream, avoid) is streams[1]
     more = avoid | {streams[1].id}
-    assert new_update_stream(npu, npu.current, more) is streams[0]
-    used = new_update_stream(npu, npu.current, {*more, streams[0].id})
+    assert new_update_stream(npu.pool, npu.current, more) is streams[0]
+    used = new_update_stream(npu.pool, npu.current, {*more, streams[0].id})
     assert used.stream.name == "S1"
     assert is_update_stream(used.stream)
+
+
+def test_a_pool_that_shares_a_stream_on_which_a_launched_graph_waits_takes_another_one():
+    world, graph, memory = World(), FakeGraph(FakeNpu()), Memory()
+    world.streams = world.npu.pool[1:3]
+    held = [new_update_stream(world.streams, world.npu.current, ()) for _ in range(2)]
+    world.replay()
+    assert world.updating.name == "S1"
+    world.tasks.launch(world.graph, world.updates, "graph")
+    world.tasks.capture(graph, world.npu.pool[0], memory)  # type: ignore[arg-type]
+    for _ in range(2):
+        world.tasks.replay(graph, world.updates, True, "other")
+        assert world.tasks._streams[memory].stream.name == "S2"  # type: ignore[index]
+    held[1].is_awaited = True
+    with pytest.raises(MissingUpdateError, match="on all streams"):
+        world.tasks.replay(graph, world.updates, True, "other")
+    world.tasks.update(world.graph, world.updates, True)
+    world.tasks.replay(graph, world.updates, True, "other")
+    assert world.tasks._streams[memory].stream.name == "S1"  # type: ignore[index]
 
 
 def test_the_least_recently_used_stream_becomes_the_update_stream():
     npu = FakeNpu(streams=3)
     for place in (1, 2, 0):
         note_use(npu.pool[place])
-    assert new_update_stream(npu, npu.current, ()).stream.name == "S1"
+    assert new_update_stream(npu.pool, npu.current, ()).stream.name == "S1"
     note_use(npu.pool[0])
-    assert new_update_stream(npu, npu.pool[2], {npu.pool[1].npu_stream}).stream.name == "S0"
+    assert new_update_stream(npu.pool, npu.pool[2], {npu.pool[1].npu_stream}).stream.name == "S0"
 
 
 def test_streams_used_for_computation_are_chosen_last_for_updates():
     npu = FakeNpu(streams=3)
     for place in (0, 1):
         leave_stream(npu.pool[place])
-    assert new_update_stream(npu, npu.current, ()).stream.name == "S2"
+    assert new_update_stream(npu.pool, npu.current, ()).stream.name == "S2"
 
 
 def test_an_update_stream_is_released_when_its_holder_is_deleted():
     npu = FakeNpu(streams=1)
-    stream = new_update_stream(npu, npu.current, ())
+    stream = new_update_stream(npu.pool, npu.current, ())
     assert is_update_stream(npu.pool[0])
     del stream
     assert not is_update_stream(npu.pool[0])

@@ -270,6 +270,81 @@ def test_a_graph_that_is_not_updated_in_time_ends_and_the_next_call_raises_with_
     assert runner.differs(6) == []
 
 
+def looking(times: int) -> threading.Thread:
+    """A thread that looks so many times at the graphs without updates."""
+    looks: missing.Looks = weakref.WeakKeyDictionary()
+
+    def look() -> None:
+        for _ in range(times):
+            time.sleep(0.1)
+            missing._look(looks, 60)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    return thread
+
+
+COPIES = {
+    "cpu": lambda out: out.cpu(),
+    "item": lambda out: out.item(),
+    "tolist": lambda out: out.tolist(),
+    "to": lambda out: out.to("cpu"),
+    "to by keyword": lambda out: out.to(device="cpu", non_blocking=False),
+    "str": str,
+}
+
+
+@pytest.mark.parametrize("kind", COPIES)
+def test_a_copy_to_the_host_ends_a_graph_without_its_update_soon(runner, kind, caplog):
+    begin, out = time.monotonic(), launched_alone(runner)
+    first = out.flatten()[0]
+    thread = looking(4)
+    COPIES[kind](first)
+    assert time.monotonic() - begin < 20  # far from the time-out of a minute
+    thread.join()
+    assert "num_tokens=8" in caplog.text and "copy to the host" in caplog.text
+    with pytest.raises(MissingUpdateError, match="num_tokens=8"):
+        runner.replay(Key(4), [1] * 4)
+    torch.npu.synchronize()
+    assert runner.differs(2) == []
+
+
+def test_the_thread_of_the_process_ends_a_graph_whose_thread_copies_to_the_host(runner):
+    begin, out = time.monotonic(), launched_alone(runner)
+    out.cpu()
+    assert time.monotonic() - begin < 20
+    with pytest.raises(MissingUpdateError, match="num_tokens=8"):
+        runner.replay(Key(4), [1] * 4)
+
+
+def read_on_the_host(seconds: float) -> None:
+    number, end = torch.ones(()), time.monotonic() + seconds
+    while time.monotonic() < end:
+        number.item()
+
+
+def copy_then_sleep(seconds: float) -> None:
+    """The copy is one of another stream, and over."""
+    with torch.npu.stream(torch.npu.Stream()):
+        x = torch.full((), seconds).to("npu", non_blocking=True)
+        time.sleep(x.item())
+
+
+@pytest.mark.parametrize("busy", [time.sleep, read_on_the_host, copy_then_sleep])
+def test_a_graph_goes_on_waiting_while_its_thread_does_something_else(runner, busy, caplog):
+    key, lens = Key(8), runner.fill(8)
+    expected = runner.eager(key, lens)
+    context = runner.context(key, Mode.FULL, lens)
+    with runner.host.step(context):
+        out = runner.wrapper(runner.x)
+        thread = looking(6)
+        busy(0.8)
+        thread.join()
+        runner.update(context)
+    assert torch.equal(out.cpu(), expected)
+    assert not caplog.records
+
+
 def test_an_update_that_waits_on_the_host_itself_is_not_refused(runner):
     runner.model.before_update = lambda layer: refuse_waiting()
     assert runner.differs(4) == []

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from graphrt.ascend.update.streams import UpdateStream
 from graphrt.ascend.watchdog import WatchedStep
-from graphrt.core.base.errors import MissingCapabilityError, MissingUpdateError, TaskContractError
+from graphrt.core.base.errors import MissingCapabilityError, TaskContractError
 from graphrt.core.device.contract import TaskUpdate
 
 
@@ -31,12 +31,6 @@ class Ahead:
 
     updating: UpdateStream
     fence: Any
-
-
-def has_waiting(updating: UpdateStream, launched: Container[Any]) -> bool:
-    """Whether a graph among `launched` waits to be updated on `updating`, whose lock is held."""
-    graph = updating.awaited()
-    return graph is not None and graph in launched
 
 
 class UpdateWindow:
@@ -97,15 +91,4 @@ def too_early(name: str) -> MissingCapabilityError:
         got=f"updates=DEFERRED for graph {name}, and no update before the call",
         expected="the update, then the call",
         advice="update before the call, or pass the updates with it",
-    )
-
-
-def still_waiting(name: str) -> MissingUpdateError:
-    """The error where the update stream is taken by a launched graph that waits for its update."""
-    return MissingUpdateError(
-        f"graph {name} is to be updated on a stream on which a launched graph still waits for its "
-        "update; it would wait for it for ever",
-        got="a step between updates=DEFERRED and its update",
-        expected="that update first",
-        advice="update the launched step, or raise STREAMS_PER_DEVICE so that pools share none",
     )

@@ -1,26 +1,21 @@
-"""The streams on which pools update tasks: one for each pool, which no other work runs on."""
+"""The streams on which pools update tasks, which no other work runs on."""
 
 from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from weakref import WeakValueDictionary
 
-from graphrt.core.base.errors import PlatformError
+from graphrt.core.base.errors import MissingUpdateError, PlatformError
 
-_TRIES = 64
 _LONGEST_UPDATE_S = 60.0
 
 
-def nothing() -> None:
-    """A reference to no graph."""
-
-
 class UpdateStream:
-    """A stream on which one pool updates its tasks, and a lock in case pools must share it.
+    """A stream on which pools update their tasks, and a lock in case several share it.
 
     Two threads that update on one stream at once collide (107033). Work that one of them queues
     between the fence and the signals of the other could wait for itself. Once `is_left` is True,
@@ -29,15 +24,16 @@ class UpdateStream:
 
     def __init__(self, stream: Any) -> None:
         self.is_left = False
-        self.awaited: Callable[[], Any] = nothing
-        """A launched graph that waits for an update on it, or None."""
+        self.is_awaited = False
+        """Whether a launched graph waits for an update on it: another one's would wait for ever."""
         self.stream = stream
         self.id: int = stream.npu_stream
         self.lock = threading.Lock()
+        self.given = next(_uses)
+        """When it was given to a pool."""
 
 
-# Process-wide, as torch_npu's streams are: it hands out 32 (or 8) of them in turn, so that the
-# 33rd "new" stream is the first one.
+# Process-wide, as torch_npu's streams are.
 _lock = threading.Lock()
 _live: WeakValueDictionary[int, UpdateStream] = WeakValueDictionary()
 _last_use: dict[int, int] = {}
@@ -87,31 +83,36 @@ def no_update_under_way() -> Iterator[None]:
         yield
 
 
-def new_update_stream(npu: Any, current: Any, avoid: Collection[int]) -> UpdateStream:
-    """A stream for the updates of one pool, which is neither `current` nor among `avoid`.
+def new_update_stream(streams: Iterable[Any], current: Any, avoid: Collection[int]) -> UpdateStream:
+    """The one of `streams` for the updates of one more pool, neither `current` nor among `avoid`.
 
-    If torch_npu has enough streams, it is one that no work or capture ever used, and of no other
-    pool; else one of another pool, to be shared under its lock; else the one whose last use is
-    longest ago. Raises `PlatformError` if there is no other stream at all.
+    One that no work or capture ever used, and that is no other pool's; else another pool's, to be
+    shared under its lock; else the one whose last use is longest ago. A stream that was made before
+    graphrt kept it may be used. Raises `MissingUpdateError` if launched graphs wait on all of them,
+    `PlatformError` if there is none.
     """
     with _lock:
-        update_streams = dict(_live.items())
-        used = {}
-        shared = []
-        for _ in range(_TRIES):
-            stream = npu.Stream()
-            if stream == current or stream.npu_stream in avoid:
-                continue
-            if stream.npu_stream in update_streams:
-                shared.append(update_streams[stream.npu_stream])
-            elif stream.npu_stream in _last_use:
-                used[stream.npu_stream] = stream
-            else:
-                return _new(stream)
+        live = dict(_live.items())
+        usable = [each for each in streams if each != current and each.npu_stream not in avoid]
+        shared = [live[each.npu_stream] for each in usable if each.npu_stream in live]
+        others = [each for each in usable if each.npu_stream not in live]
+        unused = [each for each in others if each.npu_stream not in _last_use]
+        if unused:
+            return _new(unused[0])
+        idle = [each for each in shared if not each.is_awaited]
+        if idle:
+            longest_ago = min(idle, key=lambda each: each.given)
+            longest_ago.given = next(_uses)
+            return longest_ago
+        if others:
+            return _new(min(others, key=lambda each: _last_use[each.npu_stream]))
         if shared:
-            return min(shared, key=lambda each: _last_use.get(each.id, -1))
-        if used:
-            return _new(used[min(used, key=_last_use.__getitem__)])
+            raise MissingUpdateError(
+                "launched graphs wait for their updates on all streams that tasks are updated on",
+                got=f"{len(shared)} calls with updates=DEFERRED, none of them updated",
+                expected="at most one for each stream, and then their updates",
+                advice="update a launched step first; with STREAMS_PER_DEVICE=32 there are eight",
+            )
         raise PlatformError(
             "torch_npu has no stream to update tasks on",
             got=f"the current one, and {len(avoid)} that are captured on",

@@ -8,8 +8,7 @@ replay, which waits for its signals.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -24,8 +23,6 @@ from graphrt.ascend.update.deferred import (
     Ahead,
     Launch,
     UpdateWindow,
-    has_waiting,
-    still_waiting,
     too_early,
 )
 from graphrt.ascend.update.streams import UpdateStream, leave_stream, new_update_stream
@@ -49,11 +46,14 @@ class Tasks:
         order: UpdateOrder,
         strategy: UpdateStrategy,
         watchdog: Watchdog | None,
+        streams: Callable[[], Sequence[Any]],
     ) -> None:
+        """`streams` returns those of the current device to update on."""
         self._npu = npu
         self.update_first = order == "update_first"
         self._brackets = Groups(npu) if strategy == "groups" else AutoDispatch(npu)
         self._watchdog = watchdog
+        self._streams_to_update_on = streams
         self._allocations = AllocationWatch(npu)
         # Ids of the streams that updates must not run on: those of open captures, and by memory
         # those that its graphs were captured on.
@@ -104,7 +104,7 @@ class Tasks:
         current = self._npu.current_stream()
         leave_stream(current)
         with self._locked_stream(graph, current) as updating:
-            self._begin(graph, updating, current, updates, name)
+            self._begin(graph, updating, current, updates)
             watched = None if self._watchdog is None else self._watchdog.begin(name, current)
             try:
                 if self.update_first:
@@ -135,7 +135,7 @@ class Tasks:
         with self._stream_of(graph, ahead, current) as updating:
             fence = self._replayed.get(graph)
             if ahead is None:
-                self._begin(graph, updating, current, updates, name)
+                self._begin(graph, updating, current, updates)
             watched = None if self._watchdog is None else self._watchdog.begin(name, current)
             try:
                 if ahead is not None:
@@ -143,7 +143,7 @@ class Tasks:
                 self._launch(graph, current, watched)
                 if ahead is None:
                     self._launched[graph] = Launch(updating, fence, current, watched)
-                    updating.awaited = weakref.ref(graph)
+                    updating.is_awaited = True
             except BaseException:  # `@undoing` written out, as every step with tasks comes here
                 self._settle(updating.stream, current, updates)
                 if watched is not None and self._watchdog is not None and not watched.is_launched:
@@ -154,6 +154,7 @@ class Tasks:
     def update(self, graph: Any, updates: Sequence[TaskUpdate], changed: bool) -> None:
         """Update the tasks of a launched graph, if `changed`, and signal them."""
         launch = self._launched.pop(graph)
+        launch.updating.is_awaited = False
         with self._stream_of(graph, launch, launch.stream) as updating:
             try:
                 self._update(graph, updating.stream, updates, changed, launch.watched)
@@ -166,11 +167,13 @@ class Tasks:
         """See `AscendPlatform.updating`."""
         check_queue()
         launch = self._launched.pop(graph, None)
+        if launch is not None:
+            launch.updating.is_awaited = False
         current = self._npu.current_stream() if launch is None else launch.stream
         leave_stream(current)
         with self._stream_of(graph, launch, current) as updating:
             if launch is None:
-                self._begin(graph, updating, current, updates, "an update before its launch")
+                self._begin(graph, updating, current, updates)
             watched = None if launch is None else launch.watched
             window = UpdateWindow(updating.stream, updates, watched)
             try:
@@ -204,11 +207,8 @@ class Tasks:
         updating: UpdateStream,
         current: Any,
         updates: Sequence[TaskUpdate],
-        name: str,
     ) -> None:
         """Make the update of a step, before its launch, wait for the graph's replay before it."""
-        if has_waiting(updating, self._launched):
-            raise still_waiting(name)
         ahead = self._ahead.pop(graph, None)
         if ahead is not None:
             # That update's signals would start this step's tasks, with old arguments.
@@ -292,7 +292,7 @@ class Tasks:
         while True:
             update_stream = self._update_stream(graph, current)
             with update_stream.lock:
-                if not update_stream.is_left:
+                if not update_stream.is_left and not update_stream.is_awaited:
                     yield update_stream
                     return
 
@@ -315,9 +315,9 @@ class Tasks:
     def _update_stream(self, graph: Any, current: Any) -> UpdateStream:
         memory = self._memories[graph]
         update_stream = self._streams.get(memory)
-        if update_stream is None or update_stream.is_left:
+        if update_stream is None or update_stream.is_left or update_stream.is_awaited:
             avoid = self._capturing | self._captured_on[memory]
-            update_stream = new_update_stream(self._npu, current, avoid)
+            update_stream = new_update_stream(self._streams_to_update_on(), current, avoid)
             self._streams[memory] = update_stream
         return update_stream
 
