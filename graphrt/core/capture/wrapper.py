@@ -13,6 +13,7 @@ import torch
 
 from graphrt.core.base import errors, option_values, tree
 from graphrt.core.base._undo import Undo, undoing
+from graphrt.core.base.log import logger
 from graphrt.core.base.torch_names import untraced
 from graphrt.core.batch.context import ForwardContext, current_context
 from graphrt.core.batch.descriptor import BatchDescriptor
@@ -27,7 +28,7 @@ from graphrt.core.device.platform import Platform
 from graphrt.core.device.registry import resolve_platform
 from graphrt.core.dispatch.dispatcher import GraphDispatcher
 from graphrt.core.dispatch.reasons import Reason
-from graphrt.core.plan.sizes import CaptureKey
+from graphrt.core.plan.sizes import CaptureKey, graph_name
 from graphrt.core.replay.entry import Entry, SegmentHooks, bound_arguments, graphs_of, name_of
 from graphrt.core.replay.pool import GraphPool, in_turn
 from graphrt.core.replay.recording import is_inside_capture, under_way
@@ -253,8 +254,8 @@ class GraphWrapper(errors.Uncopied):
         )
         # Why calls ran eagerly -> how many.
         self._eager_calls = Counter[Reason]()
-        # Sizes of which the earlier pieces were captured once more, as this one had no graph.
-        self._unfinished: set[BatchDescriptor] = set()
+        # How often earlier pieces of a size replayed though this one had no graph.
+        self._unfinished = Counter[BatchDescriptor]()
         self._sealing = Sealing(self.options)
         # Whether a runner owns the arguments of its calls: see `serve_owner`.
         self._owner_served = False
@@ -360,29 +361,45 @@ class GraphWrapper(errors.Uncopied):
         if is_piece and context.token is not None:
             self.pool.pieces.without_graph = context.token
 
-    def _note_unfinished(self, context: ForwardContext, most: object) -> None:
-        """If earlier pieces of this limit replayed, they are captured again, with this one: the
-        step that captured them ended before this piece. Once: a host may leave pieces out."""
-        pieces, descriptor, token = self.pool.pieces, context.descriptor, context.token
-        if descriptor is None or descriptor in self._unfinished or token is pieces.without_graph:
-            return
-        if token is not None and token is pieces.counted:
-            self._unfinished.add(descriptor)
-            pieces.unfinished = context.mode, descriptor, most
-            for holder in self.pool.holders:
-                if isinstance(holder, GraphWrapper):
-                    holder._graphs.by_slot.clear()  # so that the next step looks here
+    def _follows(self, context: ForwardContext, arguments: Any) -> bool:
+        """Whether a lazy wrapper captures in this step, as those before it did: the wrappers of one
+        step keep in step, though an error skipped some. Behind a replay or an eager call none
+        captures, and behind a capture each does."""
+        limit, pieces, token = self._limit, self.pool.pieces, context.token
+        most = None if limit is None else limit.most
+        key = context.mode, cast(BatchDescriptor, context.descriptor)
+        is_behind = pieces.is_behind_replay(token)
+        if is_behind or (limit is None and token is not None and pieces.holds(arguments)):
+            if limit is None and self.pool.holders.in_session:
+                return True  # which raises: after the session nothing would be captured
+            # The step that captured the earlier pieces ended before this one, or only some steps
+            # have it. Not each time: those would capture at every second step.
+            self._unfinished[key[1]] = times = self._unfinished[key[1]] + 1
+            if times & (times - 1) == 0:
+                pieces.unfinished = *key, most
+                for holder in self.pool.holders:
+                    if isinstance(holder, GraphWrapper):
+                        holder._graphs.by_slot.clear()  # so that the next step looks in `_find`
+            if self.options.strict or not is_behind:
+                return True  # which raises: it may not run eagerly, or is a step of its own
+        return pieces.follows(token, most, limit is None or limit.admits(key))
 
     def _take_back_unfinished(self, context: ForwardContext) -> None:
-        """Destroy the graphs of `_note_unfinished`, once nobody reads their results any more."""
+        """Destroy the graphs that `_follows` has noted, once nobody reads their results any more:
+        they are captured again with the piece that had none."""
         pieces = self.pool.pieces
         if pieces.unfinished is None or not pieces.is_new(context.token):
             return
         (mode, descriptor, most), pieces.unfinished = pieces.unfinished, None
-        for holder in self.pool.holders if self._sealing.may_capture else ():
-            limit = holder._limit if isinstance(holder, GraphWrapper) else None
-            if limit is not None and limit.most == most and holder.runtime_mode is mode:
-                cast(GraphWrapper, holder)._evict((mode, descriptor))
+        for holder in self.pool.holders:
+            if isinstance(holder, GraphWrapper) and holder._sealing.may_capture:
+                limit = holder._limit and holder._limit.most
+                if (limit, holder.runtime_mode) == (most, mode) and descriptor in holder.entries:
+                    logger.info(
+                        "%s is captured again, as a piece had no graph behind others that had",
+                        graph_name((mode, descriptor)),
+                    )
+                    holder._destroy_steps(descriptor)
 
     def _capture(self, context: ForwardContext, args: Any, kwargs: Any) -> Any:
         """Capture a call, if allowed, and return its result; else `_EAGERLY`, which is counted."""
@@ -393,12 +410,8 @@ class GraphWrapper(errors.Uncopied):
             return _EAGERLY
         allowed = transaction is not None or self._sealing.may_capture
         limit = None if transaction is not None else self._limit
-        if allowed and limit is not None and context.descriptor is not None:
-            self._note_unfinished(context, limit.most)
-            # The wrappers of one step keep in step, though an error skipped the counts of some:
-            # behind a replay or an eager call none captures, and behind a capture each does.
-            is_admitted = limit.admits((context.mode, context.descriptor))
-            allowed = self.pool.pieces.follows(context.token, limit.most, is_admitted)
+        if allowed and transaction is None and context.descriptor is not None:
+            allowed = self._follows(context, (args, kwargs))
         if context.descriptor is None or not allowed:
             self._eager_calls[self._sealing.miss(context, graphs.entries)] += 1
             self._miss(context)
@@ -410,7 +423,9 @@ class GraphWrapper(errors.Uncopied):
             entry, result = record()
         else:
             key = context.mode, context.descriptor
-            entry, result = limit.capture(key, record, self._evict, warns=True)
+            entry, result = limit.capture(
+                key, record, lambda key: self._destroy_steps(key[1]), warns=True
+            )
             if context.descriptor not in graphs.entries:  # it took too much
                 self._miss(context)
                 return result
@@ -450,10 +465,8 @@ class GraphWrapper(errors.Uncopied):
                 recorder.discard()
             graphs.clear_buffers()
             if transaction is None:
-                pool.pieces.take_back(context)
-                if self._limit is not None:
-                    self._destroy_captured_in(descriptor, context.token)
-                    self._miss(context)
+                self._destroy_captured_in([context.token])
+                self._miss(context)
 
         def run() -> Any:
             drawn = None if lifting.is_on else torch.random.get_rng_state()
@@ -488,8 +501,6 @@ class GraphWrapper(errors.Uncopied):
             transaction.add(self, partial(self.destroy_graphs, descriptor))
         # From this one store on it is captured: an interrupt before it undoes everything.
         graphs.entries[descriptor] = entry
-        if transaction is None:
-            pool.pieces.captured(self, context)
         return entry, result
 
     def _tell_pool(self, context: ForwardContext) -> None:
@@ -547,22 +558,24 @@ class GraphWrapper(errors.Uncopied):
         # Another class, so that replays without a limit are not asked whether they have one.
         graphs.__class__, graphs.asked = CountedGraphs, limit.asked
 
-    def _evict(self, key: CaptureKey) -> None:
-        """Destroy a graph, and the graphs of other wrappers that were captured in the same step.
+    @undoing
+    def _destroy_steps(self, undo: Undo, descriptor: BatchDescriptor | None) -> None:
+        """Destroy a graph, or all, and the graphs of other wrappers that were captured in the same
+        step. They read its results where it left them; captured alone later, it would leave them
+        elsewhere."""
+        entries = self._graphs.entries
+        going = entries.values() if descriptor is None else filter(None, [entries.get(descriptor)])
+        undo.later(partial(self._destroy_captured_in, [entry.captured_in for entry in going]))
+        self.destroy_graphs(descriptor)
 
-        They read its results where it left them. Captured alone later, it would leave them
-        elsewhere.
-        """
-        entry = self._graphs.entries.get(key[1])
-        self.destroy_graphs(key[1])
-        if entry is not None:  # an interrupt may have ended its end
-            self._destroy_captured_in(key[1], entry.captured_in)
-
-    def _destroy_captured_in(self, descriptor: BatchDescriptor, token: object) -> None:
-        for holder in self.pool.holders if token is not None else ():
-            # A holder that the host wrote may keep other objects than `Entry`.
-            if getattr(holder.entries.get(descriptor), "captured_in", None) is token:
-                holder.destroy_graphs(descriptor)
+    def _destroy_captured_in(self, tokens: Sequence[object]) -> None:
+        """Destroy what the wrappers of the pool have captured in the steps of these tokens."""
+        for holder in self.pool.holders:
+            for descriptor, entry in list(holder.entries.items()):
+                # A holder that the host wrote may keep other objects than `Entry`.
+                captured_in = getattr(entry, "captured_in", None)
+                if captured_in is not None and any(captured_in is token for token in tokens):
+                    holder.destroy_graphs(descriptor)
 
     def seal(self) -> None:
         """Capture nothing any more: an unseen descriptor runs eagerly, counted, or raises."""
@@ -604,16 +617,18 @@ class GraphWrapper(errors.Uncopied):
         pool.holders.add(self)
 
     def clear_graphs(self) -> None:
-        """Destroy every graph; the wrapper can capture again.
+        """Destroy every graph, and those of other wrappers that were captured in the same steps;
+        the wrapper can capture again.
 
         Raises `PoolBusyError` while a step is under way in the pool.
         """
-        in_turn(self.pool, "clear_graphs()", partial(self.destroy_graphs, None))
+        in_turn(self.pool, "clear_graphs()", partial(self._destroy_steps, None))
 
     def drop(self, descriptor: BatchDescriptor) -> None:
-        """Destroy the graph of one descriptor, if there is one. Raises `PoolBusyError` while a step
-        is under way in the pool."""
-        in_turn(self.pool, "drop()", partial(self.destroy_graphs, descriptor))
+        """Destroy the graph of one descriptor, if there is one, and those of other wrappers that
+        were captured in the same step. Raises `PoolBusyError` while a step is under way in the
+        pool."""
+        in_turn(self.pool, "drop()", partial(self._destroy_steps, descriptor))
 
     def destroy_graphs(self, descriptor: BatchDescriptor | None) -> None:
         """`drop`, by a caller that has the pool's turn; None destroys all graphs."""

@@ -156,8 +156,6 @@ class PieceSteps:
         self._token: object = None
         # The token of the step that replayed last: its further pieces skip `begin`.
         self.replaying: object = None
-        # What the step has captured: it is destroyed if a later piece of the step fails.
-        self._captured: list[tuple[weakref.ref[HoldsGraphs], BatchDescriptor]] = []
         # The token of the last step of a host's own context that another one has followed.
         self._followed: object = None
         # The token of the last step in which a piece ran eagerly: its results are not where its
@@ -167,8 +165,8 @@ class PieceSteps:
         # one that captured, with the limit.
         self.counted: object = _NO_STEP
         self.admitted: tuple[object, object] = _NO_STEP, None
-        # The mode and descriptor of a step under a limit, with the limit, whose first pieces
-        # replayed and another had no graph.
+        # The mode and descriptor of a lazy step, with its limit, whose first pieces replayed and
+        # another had no graph.
         self.unfinished: tuple[GraphMode, BatchDescriptor, object] | None = None
         # Outputs that entries hold weakly, by their storage.
         self._loose: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
@@ -193,7 +191,7 @@ class PieceSteps:
             return True
         if (token is not None and token is self._followed) or not self.end(context):
             return False
-        self._token, self._captured = token, []
+        self._token = token
         # Last: interrupted before it, no step takes another one's captures for its own.
         self.context = context
         return True
@@ -209,27 +207,16 @@ class PieceSteps:
         self.context = None
         return True
 
-    def captured(self, holder: HoldsGraphs, context: ForwardContext) -> None:
-        """Note what the step has captured: it is destroyed if another piece of it fails."""
-        if self._is_last(context) and context.descriptor is not None:
-            self._captured.append((weakref.ref(holder), context.descriptor))
-
-    def take_back(self, context: ForwardContext) -> None:
-        """Destroy what the step has captured so far. The next step would replay it, and after a
-        replay the pieces that are missing could not be captured."""
-        captured = self._captured if self._is_last(context) else []
-        while captured:
-            reference, descriptor = captured[-1]
-            holder = reference()
-            if holder is not None:
-                holder.destroy_graphs(descriptor)
-            captured.pop()
+    def is_behind_replay(self, token: object) -> bool:
+        """Whether earlier pieces of this step have replayed, and none ran eagerly."""
+        replayed = token is self.replaying or token is self.counted
+        return token is not None and replayed and token is not self.without_graph
 
     def follows(self, token: object, limit: object, is_admitted: bool) -> bool:
-        """Whether a wrapper under a limit captures in this step, as those before it did."""
+        """Whether a lazy wrapper captures in this step, as those before it did."""
         if token is None:
             return is_admitted
-        if any(token is each for each in (self.replaying, self.counted, self.without_graph)):
+        if token is self.without_graph or self.is_behind_replay(token):
             return False
         return is_admitted or (self.admitted[0] is token and self.admitted[1] == limit)
 
@@ -243,12 +230,17 @@ class PieceSteps:
         for tensor in aliases:
             self._loose[tensor.untyped_storage()._cdata] = tensor
 
+    def holds(self, arguments: Any) -> bool:
+        """Whether arguments are outputs of a replay, whose memory a capture may be given."""
+        return any(
+            tensor.layout is torch.strided and tensor.untyped_storage()._cdata in self._loose
+            for tensor in (tree.tensors(arguments) if self._loose else ())
+        )
+
     def check_held(self, arguments: Any, context: ForwardContext) -> None:
-        """Raise `CaptureError` for arguments that are outputs of a replay, whose memory the capture
-        may be given."""
-        for tensor in tree.tensors(arguments) if self._loose else ():
-            if tensor.layout is torch.strided and tensor.untyped_storage()._cdata in self._loose:
-                raise _behind_a_replay(context)
+        """Raise `CaptureError` if it `holds` arguments of a call that is captured."""
+        if self.holds(arguments):
+            raise _behind_a_replay(context)
 
 
 def _behind_a_replay(context: ForwardContext) -> errors.CaptureError:
@@ -329,6 +321,11 @@ class PoolHolders:
             holder.in_session(False)
 
     @property
+    def in_session(self) -> bool:
+        """Whether a session of the host has begun, and not ended."""
+        return bool(self._sessions)
+
+    @property
     def uses_results(self) -> bool:
         """Whether the host uses results of captures, by the session that was entered last."""
         return not self._sessions or self._sessions[-1].uses_results
@@ -340,7 +337,7 @@ class PoolHolders:
         elif session in self._sessions:
             self._sessions.remove(session)
         for holder in self:
-            holder.in_session(bool(self._sessions))
+            holder.in_session(self.in_session)
 
 
 class CaptureSession:
