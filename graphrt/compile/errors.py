@@ -17,8 +17,7 @@ class RetraceError(CompileError):
     """A call differs from the traced one in something that the traced code has baked in.
 
     `input` names what differs: an argument, or an element of one. `of_sizes`: the forward branches
-    differently at the call's number of tokens or requests. `of_module`: the code is right for no
-    call now, as the module, other Python state that it reads, or a setting of torch has changed.
+    differently at the call's number of tokens or requests.
     """
 
     def __init__(
@@ -30,11 +29,9 @@ class RetraceError(CompileError):
         expected: object = None,
         advice: str | None = None,
         of_sizes: bool = False,
-        of_module: bool = False,
     ) -> None:
         self.input = input
         self.of_sizes = of_sizes
-        self.of_module = of_module
         super().__init__(what, got=got, expected=expected, advice=advice)
 
 

@@ -59,9 +59,9 @@ class CompiledModule:
        if an axis has size 0 or 1, for which the first code may be wrong.
     2. A call that replays no graph checks its arguments and the module, and raises `RetraceError`
        if they are not as in the trace.
-    3. After `seal` nothing is compiled. In a step of a runner whose module has changed the module
-       runs uncompiled, with one warning in the log. A trial first traces it once more: if the code
-       is the same, it serves on.
+    3. After `seal` nothing is compiled. A step that no graph serves, and that the code does not
+       fit, runs the module uncompiled, with one warning in the log for each cause. A trial of a
+       changed module first traces it once more: if the code is the same, it serves on.
 
     Calls run without gradients. Attributes that it lacks are the module's.
     """
@@ -125,8 +125,8 @@ class CompiledModule:
         self._argument_addresses = ArgumentAddresses()
         # The weights and submodules that the code was bound to last.
         self._weights_held: list[Holding] = []
-        # Errors that were logged, for which the module ran uncompiled.
-        self._warned: set[str] = set()
+        # What the module ran uncompiled for -> the first such error, as a line.
+        self._uncompiled: dict[tuple[str, object], str] = {}
         # Changes for which a trial has traced the module once more: small axes, the error's text.
         self._retraced_for: set[tuple[SmallAxes, str]] = set()
         # Set by `unseal`: the next call looks the weights up again.
@@ -166,7 +166,7 @@ class CompiledModule:
                 built = self._code_for(args, kwargs)
                 if self._lacks_code(built, step):
                     self._compile(args, kwargs, step)
-            except RetraceError as error:
+            except (RetraceError, CompileSealedError) as error:
                 if context is None or not self._may_run_uncompiled(context, error):
                     raise
                 return self._subject.call(*args, **kwargs)
@@ -263,6 +263,11 @@ class CompiledModule:
     def computation_graph(self) -> str:
         """The traced graph and its pieces as Python; "" before it is compiled."""
         return "" if self._built is None else self._built.code_of(GraphMode.NONE).computation_graph
+
+    @property
+    def uncompiled(self) -> tuple[str, ...]:
+        """Why steps ran the module uncompiled: a line for each cause, with its first step."""
+        return tuple(self._uncompiled.values())
 
     def unwrap(self) -> Callable[..., Any]:
         """The module itself."""
@@ -369,21 +374,25 @@ class CompiledModule:
                 return
         self.rebind_weights()
 
-    def _may_run_uncompiled(self, context: ForwardContext, error: RetraceError) -> bool:
+    def _may_run_uncompiled(
+        self, context: ForwardContext, error: RetraceError | CompileSealedError
+    ) -> bool:
         """Whether the module may run uncompiled in a step that its code does not fit.
 
-        It may in a trial's run without padding, as the forward may branch on that size, in a step
-        in quarantine, and in an eager step of a sealed module that has changed since it was
-        compiled.
+        It may in each eager step of a sealed module, and before that in steps of live batches where
+        the forward branches on their size. It may not in a warm-up or capture: graphs of planned
+        batches are of compiled code, or refused.
         """
-        # A live batch: this is a trial's run or a step, and no warm-up of a capture.
-        if error.of_sizes and context.live is not None and warming_up.get():
-            return True
-        if not (error.of_module and self._sealed) or context.capture is not None:
+        of_sizes = isinstance(error, RetraceError) and error.of_sizes
+        serves = self._sealed or (of_sizes and context.live is not None)
+        if not serves or context.capture is not None:
             return False
-        if str(error) not in self._warned:
-            self._warned.add(str(error))
-            logger.warning("%s runs uncompiled: %s", type(self.module).__name__, error)
+        cause = error.what, error.expected
+        # A trial runs without padding too: a branch on that size is nothing to tell.
+        if cause not in self._uncompiled and not (of_sizes and warming_up.get()):
+            name = type(self.module).__name__
+            self._uncompiled[cause] = f"{name}: {error.what}: {error.got}, not {error.expected}"
+            logger.warning("%s runs uncompiled: %s", name, error)
         return True
 
     def _code_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Built:
