@@ -25,6 +25,7 @@ from graphrt.compile.cache.key.parts import CacheKey
 from graphrt.compile.cache.listing import explain_miss, pieces_in
 from graphrt.compile.cache.permissions import RefusedError, make_private, opened
 from graphrt.compile.cache.store import (
+    ALL_LOADED,
     KEY_FILE,
     SUFFIX,
     TEMP_PREFIX,
@@ -50,6 +51,8 @@ SAVE_FORMATS = ("binary", "unpacked")
 
 _MOST_SHOWN = 8
 """So many differences are logged; `graphrt cache why` tells all."""
+# Whether this process has missed a piece in any cache.
+_has_missed = False
 _FLAGS = {"": False, "0": False, "false": False, "1": True, "true": True}
 
 
@@ -95,12 +98,14 @@ class CacheEntry:
         except (DamagedError, OSError) as error:
             self.reject(name, error)
             return None
+        self._note(missed=archive is None)
         if archive is not None:
             logger.debug("loaded %s (%s) from %s", name, size_text(len(archive)), self.directory)
         return archive
 
     def reject(self, name: str, why: object) -> None:
         """Warn that a piece cannot be used; the next `store` of it replaces it."""
+        self._note(missed=True)
         where = f"{name} of {self.directory}"
         warn(f"compiled code is not taken from the cache and is compiled again: {where}: {why}")
 
@@ -143,6 +148,22 @@ class CacheEntry:
                 logger.debug("wrote %s", path)
         except OSError as error:
             self._give_up(error)
+
+    def _note(self, *, missed: bool) -> None:
+        """Leave `ALL_LOADED` for `graphrt cache why`, as long as this process has missed nothing:
+        one start may use several keys."""
+        global _has_missed
+        _has_missed |= missed
+        if not self._writable:
+            return
+        mark = self.directory / ALL_LOADED
+        try:
+            if _has_missed:
+                mark.unlink(missing_ok=True)
+            else:
+                mark.touch()
+        except OSError as error:
+            logger.debug("`graphrt cache why` will not tell of this start: %s", error)
 
     def _has_pieces(self) -> bool:
         try:
