@@ -74,9 +74,6 @@ class CompiledModule:
         options: CompileOptions | None = None,
         pool: GraphPool | None = None,
         graphs: bool = True,
-        capture_sizes: Collection[int] | None = None,
-        wrapper_options: GraphOptions | None = None,
-        hooks: SegmentHooks | None = None,
         read_context: Callable[[], ForwardContext | None] = current_context,
     ) -> None:
         """See `compile_module`."""
@@ -84,14 +81,7 @@ class CompiledModule:
         check_kind("options", options, CompileOptions)
         check_kind("pool", pool, GraphPool)
         flag("graphs", graphs)
-        check_kind("wrapper_options", wrapper_options, GraphOptions)
-        check_kind("hooks", hooks, SegmentHooks)
         check_takes("read_context", read_context, "read_context()")
-        if capture_sizes is not None:
-            capture_sizes = [
-                count_of("a capture size", size, least=1)
-                for size in items_of("capture_sizes", capture_sizes, "[8, 16]")
-            ]
         self.module = module
         self.options = options or CompileOptions()
         call = forward = module
@@ -104,9 +94,9 @@ class CompiledModule:
         self._dynamic_dims = dynamic_dims
         self._pool = pool
         self._graphs = graphs
-        self._capture_sizes = None if capture_sizes is None else frozenset(capture_sizes)
-        self._wrapper_options = wrapper_options
-        self._hooks = hooks
+        self._capture_sizes: frozenset[int] | None = None
+        self._wrapper_options: GraphOptions | None = None
+        self._hooks: SegmentHooks | None = None
         self._read_context = read_context
         # The code for all calls but those of `_small`; None before the first call.
         self._built: Built | None = None
@@ -182,17 +172,17 @@ class CompiledModule:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledModule:
         """A module of its own that is not compiled yet; it captures in the same pool."""
-        return CompiledModule(
+        copied = CompiledModule(
             copy.deepcopy(self.module, memo),
             self._dynamic_dims,
             options=self.options,
             pool=self._pool,
             graphs=self._graphs,
-            capture_sizes=self._capture_sizes,
-            wrapper_options=self._wrapper_options,
-            hooks=self._hooks,
             read_context=self._read_context,
         )
+        for name in ("_capture_sizes", "_wrapper_options", "_hooks"):
+            setattr(copied, name, getattr(self, name))
+        return copied
 
     def __repr__(self) -> str:
         state = f"{len(self.pieces)} pieces" if self.compiled else "not compiled"
@@ -305,9 +295,12 @@ class CompiledModule:
                 built.outside.check_state(example.arguments, example.args, example.kwargs)
 
     def use_capture_sizes(self, sizes: Collection[int]) -> None:
-        """Add sizes that batches are padded to; raises `CompileSizeError` for a compile size that
-        is no capture size."""
-        sizes = (self._capture_sizes or frozenset()) | frozenset(sizes)
+        """Add sizes that batches are padded to, as a `GraphRunner` does with its own. Raises
+        `CompileSizeError` for a compile size that is no capture size."""
+        given = items_of("capture sizes", sizes, "[8, 16]")
+        sizes = (self._capture_sizes or frozenset()) | {
+            count_of("a capture size", size, least=1) for size in given
+        }
         numbers = [size for size in self.options.compile_sizes if isinstance(size, int)]
         check_sizes({*numbers, *self._static_sizes}, sizes)
         self._capture_sizes = sizes
@@ -321,7 +314,9 @@ class CompiledModule:
 
     def use_wrapper_options(self, options: GraphOptions, hooks: SegmentHooks | None = None) -> None:
         """Capture pieces with these options, and these hooks around each graph, unless some were
-        given or it is compiled already."""
+        given before (a `GraphRunner` gives its own) or it is compiled already."""
+        check_kind("options", options, GraphOptions)
+        check_kind("hooks", hooks, SegmentHooks)
         if self._built is not None:
             return
         self._wrapper_options = self._wrapper_options or options

@@ -19,7 +19,6 @@ import os
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
 
 from graphrt.compile.cache.key.parts import CacheKey
 from graphrt.compile.cache.listing import explain_miss, pieces_in
@@ -45,9 +44,6 @@ from graphrt.core.base.texts import size_text
 
 DIRECTORY_VARIABLE = "GRAPHRT_CACHE_DIR"
 DISABLE_VARIABLE = "GRAPHRT_DISABLE_COMPILE_CACHE"
-FORMAT_VARIABLE = "GRAPHRT_COMPILE_CACHE_SAVE_FORMAT"
-
-SAVE_FORMATS = ("binary", "unpacked")
 
 _MOST_SHOWN = 8
 """So many differences are logged; `graphrt cache why` tells all."""
@@ -59,9 +55,7 @@ _FLAGS = {"": False, "0": False, "false": False, "1": True, "true": True}
 class CacheEntry:
     """The compiled pieces of one key and rank.
 
-    `directory` and `save_format` come from `GRAPHRT_CACHE_DIR` (else a directory below the user's
-    cache) and `GRAPHRT_COMPILE_CACHE_SAVE_FORMAT` (else "binary") where they are None. Nothing is
-    written before the first `store`.
+    `directory` is by default `default_directory()`. Nothing is written before the first `store`.
 
     After a failed write, which is a warning, nothing more is stored. A directory that others may
     write, or that belongs to another user, is neither read nor written, which is a warning too.
@@ -73,11 +67,11 @@ class CacheEntry:
         directory: str | Path | None = None,
         *,
         rank: int = 0,
-        save_format: str | None = None,
+        save_format: SaveFormat = "binary",
         enabled: bool = True,
     ) -> None:
         self.key = key
-        self.save_format = _save_format(save_format)
+        self.save_format = save_format
         self._root = default_directory() if directory is None else _expanded(directory)
         # The entry's folders below the root.
         self._folders = key.digest[:16], f"rank_{rank}"
@@ -237,15 +231,3 @@ def _is_disabled() -> bool:
             advice=f"{DISABLE_VARIABLE}=1",
         )
     return _FLAGS[text]
-
-
-def _save_format(chosen: str | None) -> SaveFormat:
-    text = chosen or os.environ.get(FORMAT_VARIABLE) or SAVE_FORMATS[0]
-    if text not in SAVE_FORMATS:
-        raise InvalidOptionError(
-            "unknown save format of the compile cache",
-            got=shown(text),
-            expected=" or ".join(SAVE_FORMATS),
-            advice=f"{FORMAT_VARIABLE}=unpacked, to look into what the compiler made",
-        )
-    return cast(SaveFormat, text)
