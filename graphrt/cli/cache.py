@@ -94,7 +94,10 @@ def why(
     key: Annotated[str, typer.Argument(help="A key, or how it begins; else the latest.")] = "",
     directory: Directory = None,
 ) -> None:
-    """Tell how a key differs from the nearest one, and its last written piece from the nearest."""
+    """Tell how a key differs from the nearest one, and its last written piece from the nearest.
+
+    Without a key: of the last start, unless that loaded all from the cache.
+    """
     from graphrt.compile.cache.entry import default_directory
     from graphrt.compile.cache.listing import explain_miss, explain_pieces, find_key, stored_keys
 
@@ -103,7 +106,15 @@ def why(
     if not stored and not key:
         _say(console, f'{where} holds no key: nothing was compiled, or with backend="eager"')
         return
-    entry = stored[0] if stored and not key else find_key(where, key)
+    if not key:
+        entry = max(stored, key=lambda each: max(each.created_s, each.loaded_s))
+        if entry.loaded_s:
+            _say(
+                console, f"{entry.name}: the last start loaded all from the cache, nothing differed"
+            )
+            return
+    else:
+        entry = find_key(where, key)
     if entry.key is None:
         _say(console, f"What {entry.name} was made of cannot be read.")
         return

@@ -13,7 +13,6 @@ VARIABLES = {
     "GRAPHRT_ASCEND_UPDATE_STRATEGY": "how tasks on an NPU are updated",
     "GRAPHRT_CACHE_DIR": "where compiled pieces are kept",
     "GRAPHRT_CHECK": "how much graphs are checked: off, capture, first, sample, always",
-    "GRAPHRT_COMPILE_CACHE_SAVE_FORMAT": "how compiled pieces are kept: binary, unpacked",
     "GRAPHRT_DISABLE_COMPILE_CACHE": "1 keeps no compiled pieces",
     "GRAPHRT_LOG": "prints the log: DEBUG, INFO, WARNING, ERROR",
     "GRAPHRT_MODE": "NONE turns all graphs off",

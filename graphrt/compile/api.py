@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from torch import nn
@@ -15,8 +15,6 @@ from graphrt.compile.private_torch.operators import call_instead
 from graphrt.compile.trace.dims import DynamicDims
 from graphrt.core.base.option_values import flag, shown
 from graphrt.core.batch.context import ForwardContext, current_context
-from graphrt.core.capture.options import GraphOptions
-from graphrt.core.replay.entry import SegmentHooks
 from graphrt.core.replay.pool import GraphPool
 
 M = TypeVar("M", bound=type)
@@ -57,9 +55,6 @@ def compile_module(
     options: CompileOptions | None = None,
     pool: GraphPool | None = None,
     graphs: bool = True,
-    capture_sizes: Collection[int] | None = None,
-    wrapper_options: GraphOptions | None = None,
-    hooks: SegmentHooks | None = None,
     read_context: Callable[[], ForwardContext | None] = current_context,
     in_place: bool = True,
 ) -> CompiledModule:
@@ -67,12 +62,11 @@ def compile_module(
 
     `dynamic_dims` are needed unless the class has `support_compile`; `{}` is for a forward that
     works for one batch size alone, that of the first call. With `pool`, which must be the
-    `GraphRunner`'s, pieces between splitting operators are captured in PIECEWISE steps, as
-    `wrapper_options` say, with `hooks` around each graph. `graphs` says that steps of this module,
-    or of a model around it, may be replayed from graphs: then code that assigns to attributes is
-    refused. `capture_sizes` are those that batches are padded to; a `GraphRunner` passes its own.
-    With `in_place`, calls of the module itself run the compiled code too, wherever it is in a
-    larger model.
+    `GraphRunner`'s, pieces between splitting operators are captured in PIECEWISE steps. `graphs`
+    says that steps of this module, or of a model around it, may be replayed from graphs: then code
+    that assigns to attributes is refused. With `in_place`, calls of the module itself run the
+    compiled code too, wherever it is in a larger model. A host that captures by wrappers of its own
+    tells the module what a `GraphRunner` would: `use_capture_sizes`, `use_wrapper_options`.
 
     Raises `CompileError` and its kinds, some of them at the first call.
     """
@@ -102,9 +96,6 @@ def compile_module(
         options=options,
         pool=pool,
         graphs=graphs,
-        capture_sizes=capture_sizes,
-        wrapper_options=wrapper_options,
-        hooks=hooks,
         read_context=read_context,
     )
     if in_place and isinstance(module, nn.Module):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from graphrt.core.base.errors import GraphRTError
 
 
@@ -17,25 +19,13 @@ class RetraceError(CompileError):
     """A call differs from the traced one in something that the traced code has baked in.
 
     `input` names what differs: an argument, or an element of one. `of_sizes`: the forward branches
-    differently at the call's number of tokens or requests. `of_module`: the code is right for no
-    call now, as the module, other Python state that it reads, or a setting of torch has changed.
+    differently at the call's number of tokens or requests.
     """
 
-    def __init__(
-        self,
-        what: str,
-        *,
-        input: str,
-        got: object = None,
-        expected: object = None,
-        advice: str | None = None,
-        of_sizes: bool = False,
-        of_module: bool = False,
-    ) -> None:
+    def __init__(self, what: str, *, input: str, of_sizes: bool = False, **parts: Any) -> None:
         self.input = input
         self.of_sizes = of_sizes
-        self.of_module = of_module
-        super().__init__(what, got=got, expected=expected, advice=advice)
+        super().__init__(what, **parts)
 
 
 class ReassignedStateError(CompileError):
@@ -44,17 +34,9 @@ class ReassignedStateError(CompileError):
     `names` are the assigned places.
     """
 
-    def __init__(
-        self,
-        what: str,
-        *,
-        names: tuple[str, ...],
-        got: object = None,
-        expected: object = None,
-        advice: str | None = None,
-    ) -> None:
+    def __init__(self, what: str, *, names: tuple[str, ...], **parts: Any) -> None:
         self.names = names
-        super().__init__(what, got=got, expected=expected, advice=advice)
+        super().__init__(what, **parts)
 
 
 class AliasError(CompileError):
@@ -71,17 +53,9 @@ class CompileSizeError(CompileError):
     `size` is the size.
     """
 
-    def __init__(
-        self,
-        what: str,
-        *,
-        size: object,
-        got: object = None,
-        expected: object = None,
-        advice: str | None = None,
-    ) -> None:
+    def __init__(self, what: str, *, size: object, **parts: Any) -> None:
         self.size = size
-        super().__init__(what, got=got, expected=expected, advice=advice)
+        super().__init__(what, **parts)
 
 
 class OpaqueError(CompileError):

@@ -59,9 +59,9 @@ class CompiledModule:
        if an axis has size 0 or 1, for which the first code may be wrong.
     2. A call that replays no graph checks its arguments and the module, and raises `RetraceError`
        if they are not as in the trace.
-    3. After `seal` nothing is compiled. In a step of a runner whose module has changed the module
-       runs uncompiled, with one warning in the log. A trial first traces it once more: if the code
-       is the same, it serves on.
+    3. After `seal` nothing is compiled. A step that no graph serves, and that the code does not
+       fit, runs the module uncompiled, with one warning in the log for each cause. A trial of a
+       changed module first traces it once more: if the code is the same, it serves on.
 
     Calls run without gradients. Attributes that it lacks are the module's.
     """
@@ -74,9 +74,6 @@ class CompiledModule:
         options: CompileOptions | None = None,
         pool: GraphPool | None = None,
         graphs: bool = True,
-        capture_sizes: Collection[int] | None = None,
-        wrapper_options: GraphOptions | None = None,
-        hooks: SegmentHooks | None = None,
         read_context: Callable[[], ForwardContext | None] = current_context,
     ) -> None:
         """See `compile_module`."""
@@ -84,14 +81,7 @@ class CompiledModule:
         check_kind("options", options, CompileOptions)
         check_kind("pool", pool, GraphPool)
         flag("graphs", graphs)
-        check_kind("wrapper_options", wrapper_options, GraphOptions)
-        check_kind("hooks", hooks, SegmentHooks)
         check_takes("read_context", read_context, "read_context()")
-        if capture_sizes is not None:
-            capture_sizes = [
-                count_of("a capture size", size, least=1)
-                for size in items_of("capture_sizes", capture_sizes, "[8, 16]")
-            ]
         self.module = module
         self.options = options or CompileOptions()
         call = forward = module
@@ -104,9 +94,9 @@ class CompiledModule:
         self._dynamic_dims = dynamic_dims
         self._pool = pool
         self._graphs = graphs
-        self._capture_sizes = None if capture_sizes is None else frozenset(capture_sizes)
-        self._wrapper_options = wrapper_options
-        self._hooks = hooks
+        self._capture_sizes: frozenset[int] | None = None
+        self._wrapper_options: GraphOptions | None = None
+        self._hooks: SegmentHooks | None = None
         self._read_context = read_context
         # The code for all calls but those of `_small`; None before the first call.
         self._built: Built | None = None
@@ -125,8 +115,8 @@ class CompiledModule:
         self._argument_addresses = ArgumentAddresses()
         # The weights and submodules that the code was bound to last.
         self._weights_held: list[Holding] = []
-        # Errors that were logged, for which the module ran uncompiled.
-        self._warned: set[str] = set()
+        # What the module ran uncompiled for -> the first such error, as a line.
+        self._uncompiled: dict[tuple[str, object], str] = {}
         # Changes for which a trial has traced the module once more: small axes, the error's text.
         self._retraced_for: set[tuple[SmallAxes, str]] = set()
         # Set by `unseal`: the next call looks the weights up again.
@@ -166,7 +156,7 @@ class CompiledModule:
                 built = self._code_for(args, kwargs)
                 if self._lacks_code(built, step):
                     self._compile(args, kwargs, step)
-            except RetraceError as error:
+            except (RetraceError, CompileSealedError) as error:
                 if context is None or not self._may_run_uncompiled(context, error):
                     raise
                 return self._subject.call(*args, **kwargs)
@@ -182,17 +172,17 @@ class CompiledModule:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledModule:
         """A module of its own that is not compiled yet; it captures in the same pool."""
-        return CompiledModule(
+        copied = CompiledModule(
             copy.deepcopy(self.module, memo),
             self._dynamic_dims,
             options=self.options,
             pool=self._pool,
             graphs=self._graphs,
-            capture_sizes=self._capture_sizes,
-            wrapper_options=self._wrapper_options,
-            hooks=self._hooks,
             read_context=self._read_context,
         )
+        for name in ("_capture_sizes", "_wrapper_options", "_hooks"):
+            setattr(copied, name, getattr(self, name))
+        return copied
 
     def __repr__(self) -> str:
         state = f"{len(self.pieces)} pieces" if self.compiled else "not compiled"
@@ -264,6 +254,11 @@ class CompiledModule:
         """The traced graph and its pieces as Python; "" before it is compiled."""
         return "" if self._built is None else self._built.code_of(GraphMode.NONE).computation_graph
 
+    @property
+    def uncompiled(self) -> tuple[str, ...]:
+        """Why steps ran the module uncompiled: a line for each cause, with its first step."""
+        return tuple(self._uncompiled.values())
+
     def unwrap(self) -> Callable[..., Any]:
         """The module itself."""
         return self.module
@@ -300,9 +295,12 @@ class CompiledModule:
                 built.outside.check_state(example.arguments, example.args, example.kwargs)
 
     def use_capture_sizes(self, sizes: Collection[int]) -> None:
-        """Add sizes that batches are padded to; raises `CompileSizeError` for a compile size that
-        is no capture size."""
-        sizes = (self._capture_sizes or frozenset()) | frozenset(sizes)
+        """Add sizes that batches are padded to, as a `GraphRunner` does with its own. Raises
+        `CompileSizeError` for a compile size that is no capture size."""
+        given = items_of("capture sizes", sizes, "[8, 16]")
+        sizes = (self._capture_sizes or frozenset()) | {
+            count_of("a capture size", size, least=1) for size in given
+        }
         numbers = [size for size in self.options.compile_sizes if isinstance(size, int)]
         check_sizes({*numbers, *self._static_sizes}, sizes)
         self._capture_sizes = sizes
@@ -316,7 +314,9 @@ class CompiledModule:
 
     def use_wrapper_options(self, options: GraphOptions, hooks: SegmentHooks | None = None) -> None:
         """Capture pieces with these options, and these hooks around each graph, unless some were
-        given or it is compiled already."""
+        given before (a `GraphRunner` gives its own) or it is compiled already."""
+        check_kind("options", options, GraphOptions)
+        check_kind("hooks", hooks, SegmentHooks)
         if self._built is not None:
             return
         self._wrapper_options = self._wrapper_options or options
@@ -369,21 +369,25 @@ class CompiledModule:
                 return
         self.rebind_weights()
 
-    def _may_run_uncompiled(self, context: ForwardContext, error: RetraceError) -> bool:
+    def _may_run_uncompiled(
+        self, context: ForwardContext, error: RetraceError | CompileSealedError
+    ) -> bool:
         """Whether the module may run uncompiled in a step that its code does not fit.
 
-        It may in a trial's run without padding, as the forward may branch on that size, in a step
-        in quarantine, and in an eager step of a sealed module that has changed since it was
-        compiled.
+        It may in each eager step of a sealed module, and before that in steps of live batches where
+        the forward branches on their size. It may not in a warm-up or capture: graphs of planned
+        batches are of compiled code, or refused.
         """
-        # A live batch: this is a trial's run or a step, and no warm-up of a capture.
-        if error.of_sizes and context.live is not None and warming_up.get():
-            return True
-        if not (error.of_module and self._sealed) or context.capture is not None:
+        of_sizes = isinstance(error, RetraceError) and error.of_sizes
+        serves = self._sealed or (of_sizes and context.live is not None)
+        if not serves or context.capture is not None:
             return False
-        if str(error) not in self._warned:
-            self._warned.add(str(error))
-            logger.warning("%s runs uncompiled: %s", type(self.module).__name__, error)
+        cause = error.what, error.expected
+        # A trial runs without padding too: a branch on that size is nothing to tell.
+        if cause not in self._uncompiled and not (of_sizes and warming_up.get()):
+            name = type(self.module).__name__
+            self._uncompiled[cause] = f"{name}: {error.what}: {error.got}, not {error.expected}"
+            logger.warning("%s runs uncompiled: %s", name, error)
         return True
 
     def _code_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Built:

@@ -35,8 +35,8 @@ class CompileOptions:
     None stands for `DEFAULT_SPLITTING_OPS` and every operator tagged `cudagraph_unsafe`, an empty
     list for one piece that is the whole graph. With `use_inductor_graph_partition` Inductor gets
     the whole graph, and splits its own code at those operators. `cache_dir` overrides
-    `GRAPHRT_CACHE_DIR`. `save_format` is how the cache keeps compiled pieces; None: as
-    `GRAPHRT_COMPILE_CACHE_SAVE_FORMAT` says, else "binary". `autotune` searches for fast kernels
+    `GRAPHRT_CACHE_DIR`. `save_format` is how the cache keeps compiled pieces: each in
+    one file, or "unpacked" too, to be read. `autotune` searches for fast kernels
     where a size is compiled for itself. `full` is the code of FULL graphs: of the "whole" graph,
     compiled once more, or that of its "pieces", for shorter starts and slower steps.
     """
@@ -47,7 +47,7 @@ class CompileOptions:
     splitting_ops: tuple[str, ...] | None = None
     use_inductor_graph_partition: bool = False
     cache_dir: str | None = None
-    save_format: Literal["binary", "unpacked"] | None = None
+    save_format: Literal["binary", "unpacked"] = "binary"
     autotune: bool = True
     full: Literal["whole", "pieces"] = "whole"
 
@@ -90,7 +90,7 @@ CHECKS: dict[str, Check] = {
     "splitting_ops": optional(operators),
     "use_inductor_graph_partition": flag,
     "cache_dir": optional(_text),
-    "save_format": optional(choice("binary", "unpacked")),
+    "save_format": choice("binary", "unpacked"),
     "autotune": flag,
     "full": choice("whole", "pieces"),
 }

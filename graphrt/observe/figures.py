@@ -141,8 +141,8 @@ report = _record({
     "padding": _number, "staging_waits": _count, "graphs": _list(_record(_GRAPH, _UNTIMED)),
     "dropped": _list(_record({"graph": _line, "reason": _text})),
     "steps": _list(_record(_STEPS)), "trust": _record(_TRUST),
-    "platform": _line, "axis": _line,
-}, {"platform": "", "axis": "tokens"})  # fmt: skip
+    "platform": _line, "axis": _line, "uncompiled": _list(_line),
+}, {"platform": "", "axis": "tokens", "uncompiled": []})  # fmt: skip
 """A report as `RunnerReport.to_dict()` makes it."""
 
 

@@ -110,9 +110,9 @@ def check(source: Source, backend: str, device: str, cache_dir: str) -> None:
         DIMS,
         pool=pool,
         options=CompileOptions(backend=backend, cache_dir=cache_dir),
-        wrapper_options=lazy,
         in_place=False,
     )
+    compiled.use_wrapper_options(lazy)
     # As a runner's plan does: FULL graphs run the whole graph, the others its pieces.
     compiled.use_modes([(mode, BatchDescriptor(5)) for mode in (FULL, PIECEWISE)])
     compiled.ensure_compiled(*arguments(4, 0, device))

@@ -184,18 +184,6 @@ def test_the_cache_can_be_switched_off(root: Path, monkeypatch: pytest.MonkeyPat
         CacheEntry(key_of(), root)
 
 
-def test_the_save_format_comes_from_option_environment_or_default(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.delenv("GRAPHRT_COMPILE_CACHE_SAVE_FORMAT", raising=False)
-    assert CacheEntry(key_of(), tmp_path).save_format == "binary"
-    monkeypatch.setenv("GRAPHRT_COMPILE_CACHE_SAVE_FORMAT", "unpacked")
-    assert CacheEntry(key_of(), tmp_path).save_format == "unpacked"
-    assert CacheEntry(key_of(), tmp_path, save_format="binary").save_format == "binary"
-    with pytest.raises(InvalidOptionError, match="save format"):
-        CacheEntry(key_of(), tmp_path, save_format="zip")
-
-
 # Permissions and disks -------------------------------------------------------------------------
 
 

@@ -266,3 +266,57 @@ def test_why_without_a_key_is_about_the_latest(directory: Path):
     assert run("why").startswith((name_of(b"one"), name_of(b"two")))
     with pytest.raises(InvalidOptionError, match="no such key"):
         run("why", "xyz")
+
+
+def start_of(sources: dict[bytes, list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a process does that needs these pieces: load or else compile each."""
+    monkeypatch.setattr("graphrt.compile.cache.entry._has_missed", False, raising=False)
+    for source, pieces in sources.items():
+        entry = CacheEntry(key_of(source))
+        for piece in pieces:
+            if entry.load(piece) is None:
+                entry.store(piece, saving())
+        entry.write_text("computation_graph.py", f"a text of {pieces}")
+
+
+def test_why_after_a_start_that_loaded_all_says_so(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+):
+    start_of({b"three": ["piece_0"]}, monkeypatch)
+    assert "is nearest" in run("why")
+    start_of({b"one": ["piece_0", "piece_1"]}, monkeypatch)
+    # Of another rank the last start is the one that wrote.
+    assert "is nearest" in run("why")
+    one = directory / name_of(b"one")
+    os.rename(one / "rank_1", directory / "not-ours" / "rank_1")
+    told = run("why").strip()
+    assert told == f"{one.name}: the last start loaded all from the cache, nothing differed"
+    assert "is nearest" in run("why", one.name)
+
+
+def test_why_after_a_start_that_missed_a_piece_names_what_differed(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+):
+    start_of({b"three": ["piece_0"]}, monkeypatch)
+    start_of({b"three": ["piece_0"]}, monkeypatch)
+    assert "loaded all" in run("why")
+    for sources in (
+        {b"three": ["piece_0", "piece_1"]},  # one is loaded, then one is compiled
+        {b"four": ["piece_0"], b"three": ["piece_0"]},  # a key is new, then one is loaded
+    ):
+        start_of(sources, monkeypatch)
+        assert run("why").startswith(f"{name_of(next(iter(sources)))}: ")
+        assert "loaded all" not in run("why")
+
+
+def test_a_start_without_the_right_to_write_loads_and_says_so(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def refuse(*_: object) -> None:
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr(Path, "touch", refuse)
+    monkeypatch.setattr("graphrt.compile.cache.entry._has_missed", False, raising=False)
+    with caplog.at_level("DEBUG", logger="graphrt"):
+        assert CacheEntry(key_of(b"one")).load("piece_0") is not None
+    assert "will not tell of this start: read-only" in caplog.text

@@ -41,8 +41,9 @@ class Start:
             _imported(self.directory / "traced.py").forward,
             ["x"],
             options=CompileOptions(**keywords),
-            capture_sizes=capture_sizes,
         )
+        if capture_sizes is not None:
+            compiled.use_capture_sizes(capture_sizes)
         compiled.ensure_compiled(torch.ones(3, 4))
         return compiled.figures.compilations, compiled.figures.loads
 

@@ -118,9 +118,9 @@ def test_outputs_of_a_splitting_operator_reach_the_next_partition(tmp_path, outp
         ["x"],
         pool=pool,
         options=partitioned(cache_dir=str(tmp_path)),
-        wrapper_options=GraphOptions(outputs=outputs),
         in_place=False,
     )
+    compiled.use_wrapper_options(GraphOptions(outputs=outputs))
     inputs = {"x": InputSpec(torch.float32, ("tokens", 4))}
     with GraphRunner(compiled, inputs=inputs, mode="PIECEWISE", sizes=[2, 4], pool=pool) as runner:
         runner.capture()

@@ -226,9 +226,8 @@ def test_a_splitting_operator_that_changes_its_shape_is_an_error():
 @pytest.mark.parametrize("outputs", ["pool", "static", "clone"])
 def test_results_of_compiled_pieces_are_cloned_or_in_place_as_options_say(outputs):
     pool = GraphPool("cpu")
-    compiled = compile_module(
-        Doubling(), ["x"], pool=pool, wrapper_options=GraphOptions(outputs=outputs)
-    )
+    compiled = compile_module(Doubling(), ["x"], pool=pool)
+    compiled.use_wrapper_options(GraphOptions(outputs=outputs))
     with GraphRunner(
         compiled,
         inputs=X,

@@ -410,14 +410,13 @@ def test_wrong_dynamic_dims_raise_errors_that_name_the_problem(dims):
 
 def test_sizes_to_compile_for_must_be_capture_sizes():
     compile_options = options(compile_sizes=(2, 5))
-    compiled = compile_module(Small(), ["x"], options=compile_options, capture_sizes=[2, 4, 8])
+    compiled = compile_module(Small(), ["x"], options=compile_options)
     with pytest.raises(CompileSizeError, match="compile size 5") as caught:
-        compiled(X)
+        compiled.use_capture_sizes([2, 4, 8])
     assert caught.value.size == 5
-    late = compile_module(Small(), ["x"], options=compile_options)
-    late(X)
+    compiled(X)
     with pytest.raises(CompileSizeError):
-        late.use_capture_sizes([2, 4])
+        compiled.use_capture_sizes([2, 4])
 
 
 def test_compile_sizes_may_be_all_capture_sizes():
@@ -425,7 +424,8 @@ def test_compile_sizes_may_be_all_capture_sizes():
     with pytest.raises(CompileSizeError, match="nobody has named"):
         compile_module(Small(), ["x"], options=compile_options)(X)
     model = Small()
-    compiled = compile_module(model, ["x"], options=compile_options, capture_sizes=[2, 4])
+    compiled = compile_module(model, ["x"], options=compile_options)
+    compiled.use_capture_sizes([2, 4])
     compiled(X)
     assert compiled.figures.static_compilations == 2
     assert compiled.figures.compilations == 3
@@ -433,7 +433,8 @@ def test_compile_sizes_may_be_all_capture_sizes():
 
 def test_a_copy_of_a_compiled_module_has_the_capture_sizes_of_the_original():
     compile_options = options(compile_sizes=("capture_sizes",))
-    compiled = compile_module(Small(), ["x"], options=compile_options, capture_sizes=[2, 4])
+    compiled = compile_module(Small(), ["x"], options=compile_options)
+    compiled.use_capture_sizes([2, 4])
     assert torch.equal(copy.deepcopy(compiled)(X), compiled(X))
 
 

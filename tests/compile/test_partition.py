@@ -13,6 +13,7 @@ import torch
 
 from graphrt import GraphOptions, GraphPool, GraphRunner, InputSpec, current_context
 from graphrt.compile import CompileError, CompileOptions, opaque
+from graphrt.compile.pieces.compiler import uncaptured
 from graphrt.compile.pieces.partition import Partition, Partitioned, collecting, partitions
 from graphrt.compile.pieces.wrapping import Wrapping
 from graphrt.core.base.errors import (
@@ -164,6 +165,15 @@ def test_partitions_compiled_in_another_thread_are_not_collected():
         thread.join()
         assert partitions_here == [ours] and others == [add_one]
     assert hook.wrapper is None
+
+
+def test_a_size_without_partitioned_code_is_refused_at_capture_and_served_without_a_graph():
+    forward = uncaptured(torch.fx.symbolic_trace(lambda x: x + 1))
+    step = GraphRunner(lambda x: forward(x), inputs=X, outputs=("tokens", 4), sizes=[4])
+    with pytest.raises(CompileError, match="not right for a batch of this size"):
+        step.capture()
+    x = torch.randn(8, 4)
+    assert torch.equal(forward(x), x + 1)
 
 
 @pytest.mark.parametrize(

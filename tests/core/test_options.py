@@ -30,7 +30,7 @@ COMPILE = st.builds(
     splitting_ops=st.none() | OPERATORS,
     use_inductor_graph_partition=st.booleans(),
     cache_dir=st.none() | st.text(min_size=1),
-    save_format=st.sampled_from([None, "binary", "unpacked"]),
+    save_format=st.sampled_from(["binary", "unpacked"]),
     autotune=st.booleans(),
 )
 OPTIONS = st.builds(

@@ -28,7 +28,7 @@ from tests.observe.planted import MIXED, PADDED, TOO_LARGE, planted_runner, run_
 KEYS = {
     "graphrt_report", "versions", "mode", "device", "capture_s", "pool_bytes",
     "driver_bytes", "graphs", "dropped", "missing", "steps", "live_tokens", "padded_tokens",
-    "padding", "staging_waits", "platform", "axis", "trust", "limit",
+    "padding", "staging_waits", "platform", "axis", "trust", "limit", "uncompiled",
 }  # fmt: skip
 GRAPH_KEYS = {
     "graph", "mode", "tokens", "reqs", "attempts", "capture_s", "warm_up_s", "began_s",

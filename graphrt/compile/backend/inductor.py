@@ -41,30 +41,17 @@ _SEARCH = {"max_autotune": True, "coordinate_descent_tuning": True}
 _IN_ORDER = {"reorder_for_locality": False}
 
 
-class InductorBackend:
-    """Compiles pieces one by one; `autotune` searches longer for those of one size."""
-
-    name = "inductor"
-
-    def __init__(self, *, autotune: bool = True) -> None:
-        self._autotune = autotune
-
-    def compile(
-        self,
-        piece: fx.GraphModule,
-        inputs: Sequence[Any],
-        *,
-        static: bool,
-        in_order: bool = False,
-    ) -> CompiledPiece:
-        """Code for the shapes of `piece`, or with `static` for exactly those of `inputs`."""
-        settings = dict(_SEARCH) if static and self._autotune else {}
-        settings |= _IN_ORDER if in_order else {}
-        order = operators_in_order() if in_order else nullcontext()
-        graph = _with_tuple(piece)
-        with compiling() as libraries, order, size_conditions(inputs) as conditions:
-            artifact = inductor_compile(graph, inputs, static=static, settings=settings)
-        return CompiledPiece(artifact, returned_count(piece), tuple(conditions), libraries)
+def compile_piece(
+    piece: fx.GraphModule, inputs: Sequence[Any], *, static: bool, search: bool, in_order: bool
+) -> CompiledPiece:
+    """Code for the shapes of `piece`, or with `static` for exactly those of `inputs`; see
+    `Backend.compile`. With `search` Inductor looks for fast kernels, which takes longer."""
+    settings = (_SEARCH if search else {}) | (_IN_ORDER if in_order else {})
+    order = operators_in_order() if in_order else nullcontext()
+    graph = _with_tuple(piece)
+    with compiling() as libraries, order, size_conditions(inputs) as conditions:
+        artifact = inductor_compile(graph, inputs, static=static, settings=settings)
+    return CompiledPiece(artifact, returned_count(piece), tuple(conditions), libraries)
 
 
 class CompiledPiece:

@@ -19,12 +19,12 @@ import os
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
 
 from graphrt.compile.cache.key.parts import CacheKey
 from graphrt.compile.cache.listing import explain_miss, pieces_in
 from graphrt.compile.cache.permissions import RefusedError, make_private, opened
 from graphrt.compile.cache.store import (
+    ALL_LOADED,
     KEY_FILE,
     SUFFIX,
     TEMP_PREFIX,
@@ -44,21 +44,18 @@ from graphrt.core.base.texts import size_text
 
 DIRECTORY_VARIABLE = "GRAPHRT_CACHE_DIR"
 DISABLE_VARIABLE = "GRAPHRT_DISABLE_COMPILE_CACHE"
-FORMAT_VARIABLE = "GRAPHRT_COMPILE_CACHE_SAVE_FORMAT"
-
-SAVE_FORMATS = ("binary", "unpacked")
 
 _MOST_SHOWN = 8
 """So many differences are logged; `graphrt cache why` tells all."""
+# Whether this process has missed a piece in any cache.
+_has_missed = False
 _FLAGS = {"": False, "0": False, "false": False, "1": True, "true": True}
 
 
 class CacheEntry:
     """The compiled pieces of one key and rank.
 
-    `directory` and `save_format` come from `GRAPHRT_CACHE_DIR` (else a directory below the user's
-    cache) and `GRAPHRT_COMPILE_CACHE_SAVE_FORMAT` (else "binary") where they are None. Nothing is
-    written before the first `store`.
+    `directory` is by default `default_directory()`. Nothing is written before the first `store`.
 
     After a failed write, which is a warning, nothing more is stored. A directory that others may
     write, or that belongs to another user, is neither read nor written, which is a warning too.
@@ -70,11 +67,11 @@ class CacheEntry:
         directory: str | Path | None = None,
         *,
         rank: int = 0,
-        save_format: str | None = None,
+        save_format: SaveFormat = "binary",
         enabled: bool = True,
     ) -> None:
         self.key = key
-        self.save_format = _save_format(save_format)
+        self.save_format = save_format
         self._root = default_directory() if directory is None else _expanded(directory)
         # The entry's folders below the root.
         self._folders = key.digest[:16], f"rank_{rank}"
@@ -95,12 +92,14 @@ class CacheEntry:
         except (DamagedError, OSError) as error:
             self.reject(name, error)
             return None
+        self._note(missed=archive is None)
         if archive is not None:
             logger.debug("loaded %s (%s) from %s", name, size_text(len(archive)), self.directory)
         return archive
 
     def reject(self, name: str, why: object) -> None:
         """Warn that a piece cannot be used; the next `store` of it replaces it."""
+        self._note(missed=True)
         where = f"{name} of {self.directory}"
         warn(f"compiled code is not taken from the cache and is compiled again: {where}: {why}")
 
@@ -143,6 +142,22 @@ class CacheEntry:
                 logger.debug("wrote %s", path)
         except OSError as error:
             self._give_up(error)
+
+    def _note(self, *, missed: bool) -> None:
+        """Leave `ALL_LOADED` for `graphrt cache why`, as long as this process has missed nothing:
+        one start may use several keys."""
+        global _has_missed
+        _has_missed |= missed
+        if not self._writable:
+            return
+        mark = self.directory / ALL_LOADED
+        try:
+            if _has_missed:
+                mark.unlink(missing_ok=True)
+            else:
+                mark.touch()
+        except OSError as error:
+            logger.debug("`graphrt cache why` will not tell of this start: %s", error)
 
     def _has_pieces(self) -> bool:
         try:
@@ -216,15 +231,3 @@ def _is_disabled() -> bool:
             advice=f"{DISABLE_VARIABLE}=1",
         )
     return _FLAGS[text]
-
-
-def _save_format(chosen: str | None) -> SaveFormat:
-    text = chosen or os.environ.get(FORMAT_VARIABLE) or SAVE_FORMATS[0]
-    if text not in SAVE_FORMATS:
-        raise InvalidOptionError(
-            "unknown save format of the compile cache",
-            got=shown(text),
-            expected=" or ".join(SAVE_FORMATS),
-            advice=f"{FORMAT_VARIABLE}=unpacked, to look into what the compiler made",
-        )
-    return cast(SaveFormat, text)

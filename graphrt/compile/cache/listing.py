@@ -15,6 +15,7 @@ from pathlib import Path
 from graphrt.compile.cache.key.parts import CacheKey
 from graphrt.compile.cache.permissions import opened, read_file
 from graphrt.compile.cache.store import (
+    ALL_LOADED,
     KEY_FILE,
     MOST_TEXT_BYTES,
     SUFFIX,
@@ -44,9 +45,20 @@ class StoredKey:
 
     @property
     def created_s(self) -> float:
-        """When it was last added to, in seconds since the epoch."""
-        files = [self.directory, *self.directory.glob(f"*/*{SUFFIX}")]
-        return max(map(_changed_s, files))
+        """When its last piece was written, in seconds since the epoch."""
+        pieces = [*self.directory.glob(f"*/*{SUFFIX}")]
+        return max(map(_changed_s, pieces or [self.directory]))
+
+    @property
+    def loaded_s(self) -> float:
+        """When a start loaded all of its pieces, if that was the last start to use them; else 0."""
+        return min(
+            (
+                _changed_s(self.directory / f"{_RANK_PREFIX}{rank}" / ALL_LOADED)
+                for rank in self.ranks
+            ),
+            default=0.0,
+        )
 
     @property
     def size_bytes(self) -> int:

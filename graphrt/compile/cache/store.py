@@ -28,6 +28,8 @@ KEY_FILE = "key.json"
 SUFFIX = ".piece"
 TEXT_SUFFIX = ".txt"
 """Of the graph of a piece, which only people and `graphrt cache why` read."""
+ALL_LOADED = "all_loaded"
+"""An empty file beside the pieces: the last start that used them compiled none."""
 TEMP_PREFIX = ".tmp-"
 MOST_TEXT_BYTES = 16 << 20
 """Largest `key.json` that is read."""

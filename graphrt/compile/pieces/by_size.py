@@ -42,7 +42,7 @@ def sizes_to_compile(
                     size=size,
                     got=shown(size),
                     expected="capture sizes, or numbers",
-                    advice="pass capture_sizes=, or give the module to a GraphRunner first",
+                    advice="give the module to a GraphRunner first, or call use_capture_sizes()",
                 )
             sizes.update(capture_sizes)
         else:

@@ -43,6 +43,7 @@ from graphrt.compile.trace.sizes import is_number, placeholders, value_of
 from graphrt.core.base.errors import GraphRTError
 from graphrt.core.base.log import logger
 from graphrt.core.base.texts import error_text
+from graphrt.core.replay.recording import current_capture
 
 _KEY_LENGTH = 16
 """Hex digits of a piece's hash that name it among the pieces of one module."""
@@ -176,7 +177,7 @@ class Compiler:
             return general
         return BySize(
             general,
-            self._for_other_sizes(graph),
+            uncompiled(graph) if self._partition_at is None else uncaptured(graph),
             conditions,
             sources,
             name,
@@ -184,10 +185,6 @@ class Compiler:
             symbol=str(symbol),
             static=static,
         )
-
-    def _for_other_sizes(self, graph: fx.GraphModule) -> Callable[..., Any]:
-        """The code for sizes at which compiled code is wrong: the graph uncompiled, or an error."""
-        return uncompiled(graph) if self._partition_at is None else _not_for_this_size
 
     def _name(self, key: str) -> str:
         kind = "piece" if self._partition_at is None else "partitioned"
@@ -238,14 +235,23 @@ class Compiler:
         return code
 
 
-def _not_for_this_size(*_: Any) -> Any:
-    raise CompileError(
-        "Inductor's code of the whole graph is not right for a batch of this size",
-        got="a size that the warning above names",
-        expected="sizes at which the compiler decides as it did for the example",
-        advice="add the size to compile_sizes, or leave use_inductor_graph_partition out: pieces "
-        "then run uncompiled there",
-    )
+def uncaptured(graph: fx.GraphModule) -> Callable[..., Any]:
+    """A graph that Inductor partitions, uncompiled: for steps alone, as a capture of it would have
+    no partitions. There it raises `CompileError`."""
+    run = uncompiled(graph)
+
+    def call(*args: Any) -> Any:
+        if current_capture() is None:
+            return run(*args)
+        raise CompileError(
+            "Inductor's code of the whole graph is not right for a batch of this size",
+            got="a planned size, which the warning above names",
+            expected="sizes at which the compiler decides as it did for the example",
+            advice="add the size to compile_sizes, or leave use_inductor_graph_partition out: "
+            "pieces then run uncompiled there",
+        )
+
+    return call
 
 
 def _check_inputs(piece: Piece) -> None:

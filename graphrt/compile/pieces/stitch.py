@@ -76,7 +76,6 @@ def _other_weight(name: str, got: str, expected: str) -> RetraceError:
         got=got,
         expected=expected,
         advice="compile a new instance of the module",
-        of_module=True,
     )
 
 

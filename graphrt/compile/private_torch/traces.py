@@ -87,10 +87,11 @@ def side_effects() -> SideEffects:
 
 
 class TraceFacts(NamedTuple):
-    """What a trace relies on: relations of sizes, in sympy; the place of each symbol in the
-    arguments (Dynamo's name of a tensor, a dimension); and the code that it went through."""
+    """What a trace relies on: relations of sizes, in sympy, with the lines that decide by them; the
+    place of each symbol in the arguments (Dynamo's name of a tensor, a dimension); and the code
+    that it went through."""
 
-    conditions: tuple[Any, ...]
+    conditions: Mapping[Any, str]
     places: Mapping[Any, tuple[str, int]]
     codes: tuple[CodeType, ...]
 
@@ -101,14 +102,21 @@ def trace_facts() -> TraceFacts:
     env = context.fake_mode.shape_env
     codes = tuple(private_attribute(context, "traced_code", _NO_TRACE) or ())
     if env is None:
-        return TraceFacts((), {}, codes)
+        return TraceFacts({}, {}, codes)
     places: dict[Any, tuple[str, int]] = {}
     for symbol, sources in private_attribute(env, "var_to_sources", _NO_TRACE).items():
         for source in sources:
             if place := size_place(source):
                 places.setdefault(symbol, place)
-    conditions = tuple(guard.expr for guard in private_attribute(env, "guards", _NO_TRACE))
-    return TraceFacts(conditions, places, codes)
+    guards = private_attribute(env, "guards", _NO_TRACE)
+    return TraceFacts({each.expr: _line_of(each) for each in guards}, places, codes)
+
+
+def _line_of(guard: Any) -> str:
+    """The line of the forward for which a trace relies on a relation of sizes; "" if unknown."""
+    # Torch has it as "code  # some/of/the/path.py:1 in forward".
+    code, _, place = (getattr(guard.sloc, "maybe_user_loc", None) or "").rpartition("  # ")
+    return f"{place.rpartition('/')[2]}: {code}" if code else place
 
 
 def relied_on(values: Sequence[Any]) -> tuple[Any, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -42,18 +42,19 @@ class _Tensor(NamedTuple):
 class CallChecker:
     """Checks that a call's arguments have the properties that the trace has baked in.
 
-    `conditions` are relations between sizes; `symbols` says how each symbol in them follows from
-    the sizes of the axes: (axis, offset). `does_the_same` says whether the traced operators do at
-    given sizes of axes what they did in the trace. `asks_for_gradients`: the forward's code reads
-    `requires_grad`, on which no operator depends. `asks_for_strides`: it reads strides, so even the
-    stride of a dimension of size 1 counts, on which no operator depends.
+    `conditions` are relations between sizes, with the lines that rely on them; `symbols` says how
+    each symbol in them follows from the sizes of the axes: (axis, offset). `does_the_same` says
+    whether the traced operators do at given sizes of axes what they did in the trace.
+    `asks_for_gradients`: the forward's code reads `requires_grad`, on which no operator depends.
+    `asks_for_strides`: it reads strides, so even the stride of a dimension of size 1 counts, on
+    which no operator depends.
     """
 
     def __init__(
         self,
         leaves: Sequence[Leaf],
         dims: DynamicDims,
-        conditions: Iterable[Any],
+        conditions: Mapping[Any, str],
         symbols: Mapping[Any, tuple[str, int]],
         does_the_same: Callable[[Mapping[str, int]], bool],
         *,
@@ -71,7 +72,7 @@ class CallChecker:
         for leaf in leaves:
             for axis in dims.of(leaf).values():
                 self._argument_of.setdefault(axis.name, leaf.path)
-        self._conditions = list(conditions)
+        self._conditions = conditions
         self._does_the_same = does_the_same
         # Sizes of all axes, which passed the check -> the axes that need code of their own.
         self._checked_sizes: dict[tuple[int, ...], SmallAxes] = {}
@@ -227,9 +228,9 @@ class CallChecker:
             "the other way was traced",
             input=self._argument_of.get(names[0], names[0]),
             got=", ".join(f"{name}={sizes[name]}" for name in names),
-            expected=str(named),
-            advice="compile with a batch of the size that is served, or make the forward "
-            "take one way for all sizes",
+            expected=f"{named}, by {line}" if (line := self._conditions[condition]) else str(named),
+            advice="plan graphs for sizes on one side alone (sizes=, max_num_reqs=): other batches "
+            "then run uncompiled; or take the branch into an opaque operator",
             of_sizes=True,
         )
 

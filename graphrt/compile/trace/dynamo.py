@@ -47,7 +47,8 @@ class Traced:
 
     `graph` takes arguments, sizes and weights, in Dynamo's order. `transformed` is Dynamo's code in
     place of the forward's: it gathers those, calls the graph, and builds what the forward returns.
-    `conditions` are the relations of sizes that the trace relied on. `assigned` are the attributes
+    `conditions` are the relations of sizes that the trace relied on, each with the line of the
+    forward that decides by it. `assigned` are the attributes
     and containers that the forward assigns to, `rewritten` the places that keep their old value.
     `codes` are the code objects that Dynamo inlined. `size_places` maps each symbol of `conditions`
     to Dynamo's name of a tensor, and a dimension. `guards` are those on state that Python can
@@ -56,7 +57,7 @@ class Traced:
 
     graph: fx.GraphModule
     transformed: CodeType
-    conditions: tuple[Any, ...]
+    conditions: Mapping[Any, str]
     assigned: tuple[str, ...]
     rewritten: tuple[Rewritten, ...]
     codes: tuple[CodeType, ...]

@@ -153,5 +153,4 @@ def _changed(
         got=got,
         expected=expected,
         advice=advice,
-        of_module=True,
     )

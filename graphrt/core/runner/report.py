@@ -72,6 +72,8 @@ class RunnerReport:
     """What graphs hold under `max_graphs` or `graph_bytes`; None without a limit."""
     platform: str = ""
     """The platform's name, and the package that it is from if that is not graphrt."""
+    uncompiled: tuple[str, ...] = ()
+    """Why compiled modules ran uncompiled in steps: a line for each cause."""
     axis: str = "tokens"
     """"rows" if the inputs have rows, and none has tokens."""
 
@@ -129,6 +131,7 @@ class RunnerReport:
             ],
             "limit": self.limit and {**self.limit._asdict(), "line": str(self.limit)},
             "trust": _plain_trust(self.trust),
+            "uncompiled": list(self.uncompiled),
         }
 
     def to_json(self) -> str:
@@ -181,6 +184,7 @@ def report_of(graphs: GraphTable, live_tokens: int, *, quick: bool = False) -> R
         not_served=dispatcher.not_served_by(),
         limit=None if graphs.limit is None else graphs.limit.report(),
         platform=platform.name + ("" if package == "graphrt" else f" of {package}"),
+        uncompiled=tuple(line for module in setup.compiled for line in module.uncompiled),
         axis="rows" if "rows" in sizes and "tokens" not in sizes else "tokens",
     )
 
@@ -270,6 +274,7 @@ def report_lines(figures: Mapping[str, Any], between: Iterable[str] = ()) -> Ite
     trials = Counter(graph["trial"] for graph in graphs)
     yield "Trials: " + (", ".join(f"{n} {status}" for status, n in trials.items()) or "none")
     yield from _changes(figures["trust"])
+    yield from (f"Uncompiled: {line}" for line in figures["uncompiled"])
     if graphs and not is_timed:
         yield "Times: none; runner.measure() compares steps by graphs with eager ones"
 
