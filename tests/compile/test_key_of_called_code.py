@@ -34,7 +34,11 @@ from graphrt.compile.cache.key.parts import (
 from graphrt.compile.cache.key.values import Values
 from graphrt.compile.cache.store import CompileCacheWarning
 from graphrt.compile.private_torch.inductor import compiler_caches_apart
-from graphrt.compile.private_torch.registered import triton_call
+from graphrt.compile.private_torch.registered import (
+    has_compiled_kernels,
+    registrations,
+    triton_call,
+)
 from graphrt.compile.split.identity import fingerprint
 
 OTHER: dict[str, Any] = {
@@ -382,3 +386,30 @@ def test_user_kernels_are_compiled_once_and_then_loaded(kernels: Any, tmp_path: 
     # Code for one row is made apart where its strides are others.
     made = starts[0][0]
     assert made in (1, 2) and starts == [(made, 0), (0, made)]
+
+
+@graphrt.opaque("graphrt_called::copied", mutates=["out"])
+def copied(x: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(x)
+
+
+@pytest.mark.parametrize(
+    "file",
+    [b"\xc0\x80\xff", b"", b"lib.so", b"a\n:: [ b.cpp"],
+    ids=["raw", "none", "other", "lines"],
+)
+def test_the_file_that_torch_prints_of_an_operator_in_python_does_not_count(file, monkeypatch):
+    """torch has let go of its name, and prints what is there by now."""
+    named = torch.ops.graphrt_called.copied.default
+    expected = registrations(named)
+    dump = torch._C._dispatch_dump("graphrt_called::copied").encode()
+    at = dump.index(b"registered at ") + len("registered at ")
+    of_today = dump[at : dump.index(b"define.py:") + len("define.py")]
+    assert dump.count(of_today) > 1
+    monkeypatch.setattr(torch._C, "_dispatch_dump", lambda _: dump.replace(of_today, file).decode())
+    assert registrations(named) == expected
+    assert not has_compiled_kernels(named)
+
+
+def test_kernels_of_torch_are_compiled_ones():
+    assert has_compiled_kernels(torch.ops.aten.mm.default)

@@ -6,7 +6,6 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import PurePath
 from types import FrameType
 from typing import Any
 
@@ -42,7 +41,8 @@ _TABLES = {
 }
 _MODE = NAMES.declare("torch.utils._python_dispatch.TorchDispatchMode", without=_NO_KEY)
 _OVERLOAD = NAMES.declare("torch._ops.OpOverload", without=_NO_KEY)
-_LOCATION = re.compile(r"registered at (\S+?):\d+")
+_IMPLS = NAMES.declare("torch.library._impls", without=_NO_KEY)
+_LOCATION = re.compile(r"registered at .*?:\d+(?= ::|$)", re.DOTALL | re.MULTILINE)
 
 _functions: dict[str, tuple[Any, ...]] = {}
 """Operator of `opaque`, "ns::op" -> its function, and the one for fake tensors."""
@@ -59,26 +59,32 @@ def is_torchs_own(operator: Any) -> bool:
 
 
 def registrations(operator: Any) -> list[str]:
-    """The schema and tags of an overload, and for which dispatch keys it has kernels, each with the
-    name of the file that registered it; equal wherever the program is installed."""
-    lines = _dispatch_lines(operator)
-    kernels = [_LOCATION.sub(lambda at: f"registered at {PurePath(at[1]).name}", x) for x in lines]
+    """The schema and tags of an overload, and for which dispatch keys it has kernels; equal
+    wherever the program is installed."""
     tags = sorted(str(tag) for tag in operator.tags)
-    return [str(private_attribute(operator, "_schema", _NO_KEY)), *tags, *kernels]
+    schema = str(private_attribute(operator, "_schema", _NO_KEY))
+    return [schema, *tags, *_dispatch_lines(operator)]
 
 
 def has_compiled_kernels(operator: Any) -> bool:
     """Whether an overload has kernels that are no Python functions."""
-    lines = _dispatch_lines(operator)
-    matches = (_LOCATION.search(line) for line in lines if "::" in line and "[ " in line)
-    return any(match is not None and not match[1].endswith(".py") for match in matches)
+    name = str(private_attribute(operator, "_name", _NO_KEY)).replace("::", "/")
+    kernels = [line for line in _dispatch_lines(operator) if "[ " in line]
+    keys = [re.split(r"[\[:]", line)[0] for line in kernels]
+    return any(f"{name}/{key}" not in _IMPLS.find() for key in keys)
 
 
 def _dispatch_lines(operator: Any) -> list[str]:
     """The dispatcher's lines about an overload, without graphrt's own kernels: these come with the
     first capture, and would change the key."""
-    text = str(_DUMP.find()(str(private_attribute(operator, "_name", _NO_KEY))))
-    return [line for line in text.splitlines() if not line.startswith(FREE_KEYS)]
+    try:
+        text = str(_DUMP.find()(str(private_attribute(operator, "_name", _NO_KEY))))
+    except UnicodeDecodeError as error:
+        text = error.object.decode(errors="replace")
+    # Of a library in Python torch keeps a pointer to the name of its file, and not the name: what
+    # it prints is whatever is in that memory now.
+    lines = _LOCATION.sub("registered", text).splitlines()
+    return [line for line in lines if not line.startswith(FREE_KEYS)]
 
 
 def python_functions(operator: Any) -> list[Any]:
