@@ -38,6 +38,7 @@ from graphrt.trust.reads import ReadSet
 from graphrt.trust.warm_up import WarmedUp
 from graphrt.trust.watching import watch as watching
 from graphrt.trust.watching.padding import IndexValues, PaddingRow, PaddingRows
+from graphrt.trust.watching.rows import draws
 from graphrt.trust.watching.watch import Deviation, Trace, Use, Watch
 from graphrt.trust.watching.writes import storage_of
 
@@ -219,7 +220,10 @@ class Trial:
             verdict.outputs = step.eager(self._watch())
             return
         state.restore()
-        if state.generators.are_reset(eager.left.generators, replayed.left.generators, later):
+        # Else another thread has drawn meanwhile, as one that samples does.
+        if any(draws(func) for func in first_watch.trace.overloads()) and (
+            state.generators.are_reset(eager.left.generators, replayed.left.generators, later)
+        ):
             self._judge_seeds()
         unpadded, other_padding = (None, None) if rows is None else self._padding_runs(rows)
         dtypes = map(attrgetter("dtype"), used.values())

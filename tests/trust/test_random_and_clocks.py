@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import threading
 import time
 import types
 import warnings
@@ -167,6 +168,23 @@ def put_back(x):
 def forked(x):
     with torch.random.fork_rng(devices=[]):
         return x + torch.rand_like(x)
+
+
+def test_another_thread_may_draw_during_the_trials_of_a_forward_that_draws_nothing():
+    done = threading.Event()
+
+    def draw() -> None:
+        while not done.is_set():
+            torch.rand(1)
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    try:
+        for _ in range(10):
+            goes_on(lambda x: linear(x).relu(), level="always")
+    finally:
+        done.set()
+        thread.join()
 
 
 SEEDING = [seeded_first, seeded_last, put_back, forked]

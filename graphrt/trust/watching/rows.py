@@ -149,6 +149,12 @@ def overwrites(func: Any) -> bool:
 
 
 @cache
+def draws(func: Any) -> bool:
+    """Whether an operator draws random numbers, or is not torch's, and may."""
+    return torch.Tag.nondeterministic_seeded in func.tags or not facts_of(func).is_aten
+
+
+@cache
 def may_draw(func: Any) -> bool:
     """Whether an operator may be given a generator. A higher-order one has no schema that says."""
     schema = getattr(func, "_schema", None)
