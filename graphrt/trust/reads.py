@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from graphrt.core.base import tree
 from graphrt.core.base.errors import UntrackedWeightsError
 from graphrt.core.base.texts import listed
 from graphrt.core.base.torch_names import storage_use_count
@@ -87,15 +88,19 @@ class ReadSet:
 
     # What is read --------------------------------------------------------------------------------
 
-    def note(self, watch: Watch, kind: Hashable = None) -> None:
+    def note(self, watch: Watch, kind: Hashable = None, *, result: Any) -> None:
         """Keep the memory that a run for graphs of a `kind` used and somebody else still holds; the
-        rest was temporary. With None graphs of any kind may use it."""
+        rest was temporary, as is that of its `result`, which kernels of compiled code have made.
+        With None graphs of any kind may use it."""
+        temporary = watch.uses.keys() & tree.storage_keys(result)
+        if temporary:
+            temporary -= {key for _, _, key in self.walk().keyed}
         self.needs_copies |= watch.changes_inputs
         self.drawn |= watch.drawn
         for key, use in watch.uses.items():
             # An output of another runner that this forward calls, and no longer holds: a temporary,
             # though that runner keeps its storage.
-            if is_spare(key):
+            if is_spare(key) or key in temporary:
                 continue
             _, use_before = self._held.get(key, (None, None))
             if kind is not None and (use_before is None or use_before.kinds):

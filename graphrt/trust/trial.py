@@ -457,9 +457,14 @@ class Trial:
         if is_comparable or watching.first_difference(warm.trace.overloads(), captured_operators):
             self._another_way = now.trace.at_source(first)
 
+    @property
+    def result(self) -> Any:
+        """That of the first eager run."""
+        return self._eager.outputs
+
     def scratch_spans(self) -> list[tuple[int, int]]:
         """`Watch.scratch_spans` of the first eager run."""
-        return self._eager.watch.scratch_spans(self._eager.outputs)
+        return self._eager.watch.scratch_spans(self.result)
 
     def _judge_change(self, now: Trace) -> None:
         """After a change of the host's, fail if eager runs issue other operators than the graph, or

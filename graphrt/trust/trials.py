@@ -287,7 +287,7 @@ class WrapperTrials:
         verdict = trial.run(undone=True)
         checks.ran_forward()
         if step.watch is not None and not checks.records[slot].steps:
-            checks.reads.note(step.watch)
+            checks.reads.note(step.watch, result=trial.result)
             checks.reads.settle()
             checks.glances.aim()
         checks.tried(slot, verdict, None)

@@ -259,24 +259,6 @@ def test_the_untracked_weights_error_names_the_tensor_and_its_reading_line():
         run.weights_changed()
 
 
-def test_an_untracked_weight_beside_compiled_code_raises_nothing():
-    # As Inductor's: what it makes itself no operator has made, and nothing leads to it.
-    code = {"empty_strided_cpu": None, "async_compile": None, "scratch": torch.ones(4)}
-    exec("def call():\n    scratch.add_(1)", code)
-    weights = itertools.repeat(torch.ones(4))
-
-    class Model(nn.Module):
-        def forward(self, x):
-            code["call"]()
-            return x * next(weights)
-
-    run = runner(Model())
-    run.capture()
-    run.weights_changed()
-    assert torch.equal(run(x=rows(2)), rows(2))
-    assert run.last_dispatch.reason is Reason.HIT
-
-
 def test_weights_changed_in_mode_none_raises_nothing():
     model = Scaled()
     run = runner(lambda x: model(x), mode="NONE")

@@ -207,6 +207,11 @@ def placed(values: Iterable[Any], *, parts: bool = False) -> list[Placed]:
     return tensors
 
 
+def storage_keys(tree: Any) -> set[int | None]:
+    """The `storage_key` of each tensor in a tree."""
+    return {key for _, key, _ in placed(leaf for _, leaf in leaves(tree))}
+
+
 def storage_key(tensor: torch.Tensor) -> int | None:
     """A number that names a tensor's memory while it lives; None where it has none of its own."""
     return placed([tensor])[0][1]

@@ -628,6 +628,9 @@ class GraphWrapper(errors.Uncopied):
         """Destroy the graph of one descriptor, if there is one, and those of other wrappers that
         were captured in the same step. Raises `PoolBusyError` while a step is under way in the
         pool."""
+        option_values.check_kind(
+            "descriptor", descriptor, BatchDescriptor, optional=False, example="BatchDescriptor(4)"
+        )
         in_turn(self.pool, "drop()", partial(self._destroy_steps, descriptor))
 
     def destroy_graphs(self, descriptor: BatchDescriptor | None) -> None:

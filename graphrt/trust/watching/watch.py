@@ -263,7 +263,7 @@ class Watch(ThreadMode):
         """Where memory is that may be elsewhere in the next run, as seen once the run has ended
         with `result`. It has filled such memory before it read it, or a kernel of compiled code has
         made it: no operator shows that, but it is gone by now, or the result's."""
-        results = {key for _, key, _ in tree.placed(leaf for _, leaf in tree.leaves(result))}
+        results = tree.storage_keys(result)
         return [
             use.span
             for key, use in self.uses.items()
