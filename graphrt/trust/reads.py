@@ -88,7 +88,7 @@ class ReadSet:
 
     # What is read --------------------------------------------------------------------------------
 
-    def note(self, watch: Watch, kind: Hashable = None, *, result: Any) -> None:
+    def note(self, watch: Watch, kind: Hashable = None, result: Any = None) -> None:
         """Keep the memory that a run for graphs of a `kind` used and somebody else still holds; the
         rest was temporary, as is that of its `result`, which kernels of compiled code have made.
         With None graphs of any kind may use it."""

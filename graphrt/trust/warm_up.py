@@ -227,7 +227,7 @@ class WatchedState(RunWatch):
             memory.restore(left)
             again, result = run()
             moves.of_each |= moves.paths
-            reads.note(again, kind, result=result)
+            reads.note(again, kind, result)
             padding = _filled_once(made, watch, again, run, reads)
             if padding is not None:
                 self.state.python.restore()
@@ -241,7 +241,7 @@ class WatchedState(RunWatch):
                     advice=_advice_on(padding),
                 )
         self._steady |= again.written().keys()
-        reads.note(watch, kind, result=result)
+        reads.note(watch, kind, result)
         # Not the trace of the first run: that made tables, which graphs read.
         none = WarmedUp(0, again.trace, writes=False, captured={})
         largest = self.warmed_up.get(kind, none)
