@@ -125,6 +125,38 @@ def test_memory_that_compiled_code_makes_may_be_elsewhere_in_each_run(tmp_path, 
 
 
 @needs_compiler
+def test_a_counter_of_the_host_is_no_change_for_code_that_writes_rows(tmp_path, monkeypatch):
+    """Warm-ups read such rows to tell which these are, and no graph does."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("cache", torch.zeros(9, 8))
+            self.steps = 0
+
+        def forward(self, x, rows):
+            self.cache[rows] = x * 2
+            return self.cache[rows] + x
+
+    model, pool = Model().eval(), GraphPool("cpu")
+    compile_module(model, ["x", "rows"], pool=pool, options=options(tmp_path))
+    inputs = {
+        "x": InputSpec(torch.float32, ("tokens", 8)),
+        "rows": InputSpec(torch.int64, ("tokens",), index=True, pad=8),
+    }
+    runner = GraphRunner(
+        model, mode="FULL", sizes=[2, 4], inputs=inputs, outputs=("tokens", 8), pool=pool
+    )
+    runner.capture()
+    for count in (2, 4, 3):
+        model.steps += 1
+        x = torch.randn(count, 8)
+        assert torch.equal(runner(x=x, rows=torch.randperm(8)[:count]), x * 2 + x)
+        assert runner.last_dispatch.reason is Reason.HIT
+
+
+@needs_compiler
 def test_a_compile_size_gets_inductor_code_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
 

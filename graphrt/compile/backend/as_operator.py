@@ -11,7 +11,7 @@ import torch
 
 from graphrt.core.base.thread_mode import is_watched
 from graphrt.core.batch.context import current_context
-from graphrt.core.replay.recording import current_capture, warming_up
+from graphrt.core.replay.recording import current_capture, telling, warming_up
 
 _library: Any = torch.library.Library("graphrt", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(
@@ -121,9 +121,13 @@ class TellingRows:
     def __call__(self, *args: Any) -> Any:
         if warming_up.get() and is_watched():
             context = current_context()
-            # Not in a trial, which has a live batch, and compares operators with the graph's.
+            # Not in a trial, which has a live batch.
             if context is not None and context.live is None and context.capture is None:
-                self._rows(*args)
+                token = telling.set(True)
+                try:
+                    self._rows(*args)
+                finally:
+                    telling.reset(token)
         return self._run(*args)
 
 

@@ -70,6 +70,10 @@ warming_up: ContextVar[bool] = ContextVar("graphrt_warm_up", default=False)
 """Whether this thread runs a forward for a warm-up or a trial: runners and wrappers in it run
 eagerly."""
 
+telling: ContextVar[bool] = ContextVar("graphrt_telling", default=False)
+"""Whether this thread issues operators that only tell watches what a kernel does: they are none of
+the forward's, and no graph has them."""
+
 counted: ContextVar[GraphWork | None] = ContextVar("graphrt_counted_work", default=None)
 """What the warm-up that runs in this thread has issued so far, where that is counted."""
 

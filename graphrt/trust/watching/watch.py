@@ -25,7 +25,7 @@ from graphrt.core.base.thread_mode import ThreadMode, unseen
 from graphrt.core.capture.guard import in_eager_part
 from graphrt.core.capture.operators import LIFT_FRESH, OperatorFacts, facts_of, written
 from graphrt.core.capture.refusals import Source, user_source
-from graphrt.core.replay.recording import active, in_task, issued
+from graphrt.core.replay.recording import active, in_task, issued, telling
 from graphrt.trust.generators import WatchedGenerators
 from graphrt.trust.places.slots import same_value
 from graphrt.trust.watching.rows import ROWS, in_bounds, may_draw, overwrites
@@ -219,9 +219,10 @@ class Watch(ThreadMode):
             for _, key, _ in tree.placed(values, parts=True):
                 if key is not None:
                     self._memory.setdefault(key, None)
-        if self._follows is not None:
-            self._follow(op, args, self._follows)
-        self.trace.append(op)
+        if not telling.get():
+            if self._follows is not None:
+                self._follow(op, args, self._follows)
+            self.trace.append(op)
         result = func(*args, **kwargs)
         if self._rows is not None and not is_data:
             op.total = _sum_of_live(result, *self._rows)
