@@ -6,18 +6,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from queue import SimpleQueue
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from graphrt.hosts.vllm_ascend import missing
 
-# Its `get` blocks in C, as a copy to the host does.
-QUEUE: SimpleQueue[Any] = SimpleQueue()
-METHODS = dict.fromkeys(("cpu", "item", "tolist", "to", "clone"), QUEUE.get)
-TENSOR, OTHER = SimpleNamespace(**METHODS), SimpleNamespace(**METHODS)
+# Blocks in C, as a copy to the host does.
+LOCK = threading.Lock()
+TENSOR = SimpleNamespace(**dict.fromkeys(("cpu", "item", "tolist", "clone"), LOCK.acquire))
+TENSOR.to = lambda device: None
 
 
 def local_variable() -> None:
@@ -34,25 +32,28 @@ def variable_of_a_closure() -> None:
     read()
 
 
-def to_the_host() -> None:
-    TENSOR.to("cpu")
+COPIES = [local_variable, variable_of_a_closure, lambda: TENSOR.tolist()]
 
 
-COPIES = [local_variable, variable_of_a_closure, to_the_host, lambda: TENSOR.tolist()]
+def another_method() -> None:
+    TENSOR.clone()
+
+
+def another_object() -> None:
+    queue = SimpleNamespace(item=LOCK.acquire, of=TENSOR)
+    queue.item()
+
+
+def argument_of_a_call() -> None:
+    LOCK.acquire(TENSOR.to("cpu") is None)
 
 
 def in_a_call_behind_a_copy() -> None:
-    QUEUE.put(1)
-    QUEUE.get(TENSOR.cpu())
+    LOCK.release()
+    LOCK.acquire(TENSOR.cpu())
 
 
-OTHERS = [
-    lambda: TENSOR.clone(),
-    lambda: OTHER.item(),
-    lambda: TENSOR.to("npu"),
-    lambda: QUEUE.get(TENSOR is not None),
-    in_a_call_behind_a_copy,
-]
+OTHERS = [another_method, another_object, argument_of_a_call, in_a_call_behind_a_copy]
 
 
 @pytest.mark.parametrize(
@@ -63,6 +64,7 @@ def test_a_copy_to_the_host_is_told_by_its_variable_and_method(
     call: Callable[[], object], copies: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(missing, "_is_on_npu", lambda value: value is TENSOR)
+    LOCK.acquire()
     thread = threading.Thread(target=call)
     thread.start()
     time.sleep(0.1)
@@ -70,10 +72,7 @@ def test_a_copy_to_the_host_is_told_by_its_variable_and_method(
         frame = sys._current_frames()[thread.ident or 0]
         assert missing._copies_to_host(frame) is copies
     finally:
-        QUEUE.put(None)
+        LOCK.release()
         thread.join()
-
-
-def test_a_frame_that_has_not_begun_copies_nothing() -> None:
-    frame: Any = SimpleNamespace(f_code=to_the_host.__code__, f_lasti=-1)
-    assert not missing._copies_to_host(frame)
+        LOCK.acquire(blocking=False)
+        LOCK.release()
