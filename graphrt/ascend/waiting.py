@@ -37,8 +37,7 @@ class WaitingStep:
     ) -> None:
         """`all_tasks` says that every task of the step is in `table`. `was_mixed` is what
         `table.mixed` was before the launch."""
-        self.thread = get_ident()
-        """The thread that launched it."""
+        self._thread = get_ident()
         self._table = table
         self._segment = segment
         self._context = context
@@ -97,7 +96,7 @@ class WaitingStep:
     def refusal(self, pool: GraphPool) -> GraphRTError | None:
         """End the step with the old arguments, as a next step came instead of updates; returns that
         step's error. None inside of its update, and in another thread, where nothing is done."""
-        if self.thread != get_ident():
+        if self._thread != get_ident():
             return None
         try:
             self.expire()
