@@ -70,7 +70,11 @@ class OwnStreams:
     def _unheld(self, count: int) -> list[Any]:
         """So many streams of the current device, of which no object exists if there are enough."""
         cls, device = self._npu.Stream, self._npu.current_device()
+        frozen = gc.get_freeze_count()
+        gc.unfreeze()  # frozen objects are not told, and engines freeze theirs
         objects = [each for each in gc.get_objects() if issubclass(type(each), cls)]
+        if frozen:
+            gc.freeze()
         held = {each.stream_id for each in objects if each.device_index == device}
         drawn = {each.stream_id: each for each in (cls() for _ in range(_MOST))}
         return sorted(drawn.values(), key=lambda each: each.stream_id in held)[:count]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from typing import Any
+
+import pytest
 
 from graphrt.ascend.memory import GraphMemory
 from graphrt.ascend.streams import OwnStreams
@@ -48,11 +51,19 @@ def test_streams_to_update_on_are_never_handed_out_again(monkeypatch):
     assert {npu.Stream().stream_id for _ in range(40)} == {*range(8)} - kept
 
 
-def test_streams_that_a_host_holds_are_kept_last(monkeypatch):
+@pytest.mark.parametrize("frozen", [False, True])
+def test_streams_that_a_host_holds_are_kept_last(frozen, monkeypatch):
     npu = npu_of(monkeypatch, 8)
     held = [npu.Stream() for _ in range(11)]
     del held[3:8]
     own = OwnStreams(npu)
+    if frozen:
+        gc.freeze()
+    try:
+        own.for_updates()
+        assert bool(gc.get_freeze_count()) is frozen
+    finally:
+        gc.unfreeze()
     assert {stream.stream_id for stream in own.for_updates()} == {3, 4}
     lent = [own.lend() for _ in range(4)]
     assert {stream.stream_id for stream in lent} >= {5, 6, 7}
