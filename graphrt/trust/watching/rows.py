@@ -150,8 +150,10 @@ def overwrites(func: Any) -> bool:
 
 @cache
 def draws(func: Any) -> bool:
-    """Whether an operator draws random numbers, or is not torch's, and may."""
-    return torch.Tag.nondeterministic_seeded in func.tags or not facts_of(func).is_aten
+    """Whether an operator draws random numbers, or may: one of a host's, or a higher-order one, of
+    which torch does not say so."""
+    tags = getattr(func, "tags", None)
+    return tags is None or torch.Tag.nondeterministic_seeded in tags or not facts_of(func).is_aten
 
 
 @cache
