@@ -32,7 +32,7 @@ class OwnStreams:
 
     def __init__(self, npu: Any) -> None:
         self._npu = npu
-        # Device -> its streams that graphrt keeps for updates, and ids of those for captures.
+        # What graphrt keeps of each device: streams for updates, ids of streams for captures.
         self._for_updates: dict[int, list[Any]] = {}
         self._kept: dict[int, list[int]] = {}
         # How often a kept stream was handed out once more, as all were lent.

@@ -413,3 +413,10 @@ def test_the_file_that_torch_prints_of_an_operator_in_python_does_not_count(file
 
 def test_kernels_of_torch_are_compiled_ones():
     assert has_compiled_kernels(torch.ops.aten.mm.default)
+
+
+def test_a_kernel_in_python_that_is_registered_for_no_key_is_no_compiled_one():
+    with torch.library._scoped_library("graphrt_called", "FRAGMENT") as library:
+        library.define("any_key(Tensor x) -> Tensor")
+        library.impl("any_key", lambda x: x.clone())
+        assert not has_compiled_kernels(torch.ops.graphrt_called.any_key.default)

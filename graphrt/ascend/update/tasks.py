@@ -48,7 +48,7 @@ class Tasks:
         watchdog: Watchdog | None,
         streams: Callable[[], Sequence[Any]],
     ) -> None:
-        """`streams` returns those of the current device to update on."""
+        """`streams` returns the streams of the current device on which tasks are updated."""
         self._npu = npu
         self.update_first = order == "update_first"
         self._brackets = Groups(npu) if strategy == "groups" else AutoDispatch(npu)

@@ -44,8 +44,8 @@ _IN_ORDER = {"reorder_for_locality": False}
 def compile_piece(
     piece: fx.GraphModule, inputs: Sequence[Any], *, static: bool, search: bool, in_order: bool
 ) -> CompiledPiece:
-    """Code for the shapes of `piece`, or with `static` for exactly those of `inputs`; see
-    `Backend.compile`. With `search` Inductor looks for fast kernels, which takes longer."""
+    """Code for all sizes of the batch, or with `static` for the shapes of `inputs` alone. With
+    `search` Inductor looks for fast kernels, which takes longer. See `Backend.compile`."""
     settings = (_SEARCH if search else {}) | (_IN_ORDER if in_order else {})
     order = operators_in_order() if in_order else nullcontext()
     graph = _with_tuple(piece)

@@ -92,7 +92,8 @@ def makes_graphs(error: BaseException) -> bool:
     while trace is not None:
         files.add(Path(trace.tb_frame.f_code.co_filename).name)
         trace = trace.tb_next
-    return "cudagraph_trees.py" in files or "cudagraph" in error_text(error)
+    # The second is in what a tensor raises whose memory such a graph has used again.
+    return "cudagraph_trees.py" in files or "cudagraph_mark_step_begin" in error_text(error)
 
 
 def source_of(error: BaseException) -> Source | None:

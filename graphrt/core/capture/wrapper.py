@@ -362,9 +362,8 @@ class GraphWrapper(errors.Uncopied):
             self.pool.pieces.without_graph = context.token
 
     def _follows(self, context: ForwardContext, arguments: Any) -> bool:
-        """Whether a lazy wrapper captures in this step, as those before it did: the wrappers of one
-        step keep in step, though an error skipped some. Behind a replay or an eager call none
-        captures, and behind a capture each does."""
+        """Whether a lazy wrapper captures its call. It does what the wrappers before it in this
+        step did: it captures behind a capture, and not behind a replay or an eager call."""
         limit, pieces, token = self._limit, self.pool.pieces, context.token
         most = None if limit is None else limit.most
         key = context.mode, cast(BatchDescriptor, context.descriptor)
@@ -372,8 +371,9 @@ class GraphWrapper(errors.Uncopied):
         if is_behind or (limit is None and token is not None and pieces.holds(arguments)):
             if limit is None and self.pool.holders.in_session:
                 return True  # which raises: after the session nothing would be captured
-            # The step that captured the earlier pieces ended before this one, or only some steps
-            # have it. Not each time: those would capture at every second step.
+            # The step that captured the earlier pieces was aborted before this one, or only some
+            # steps have this one. All are captured again at its 1st, 2nd, 4th, 8th miss: at every
+            # miss, a piece that every second step has would have each step captured.
             self._unfinished[key[1]] = times = self._unfinished[key[1]] + 1
             if times & (times - 1) == 0:
                 pieces.unfinished = *key, most
@@ -569,7 +569,8 @@ class GraphWrapper(errors.Uncopied):
         self.destroy_graphs(descriptor)
 
     def _destroy_captured_in(self, tokens: Sequence[object]) -> None:
-        """Destroy what the wrappers of the pool have captured in the steps of these tokens."""
+        """Destroy all graphs of the pool that were captured in one of these steps. Each step has a
+        token of its own."""
         for holder in self.pool.holders:
             for descriptor, entry in list(holder.entries.items()):
                 # A holder that the host wrote may keep other objects than `Entry`.
@@ -617,8 +618,8 @@ class GraphWrapper(errors.Uncopied):
         pool.holders.add(self)
 
     def clear_graphs(self) -> None:
-        """Destroy every graph, and those of other wrappers that were captured in the same steps;
-        the wrapper can capture again.
+        """Destroy every graph; the wrapper can capture again. Graphs of other wrappers that were
+        captured in the same steps go too.
 
         Raises `PoolBusyError` while a step is under way in the pool.
         """
