@@ -169,7 +169,9 @@ def attend_with(
     if version:
         names = ("num_query_heads", "actual_seq_qlen", "actual_seq_kvlen")
     ends = [*range(1, requests + 1)] if layout == "TND" else None
-    options: dict[str, Any] = dict(zip(names, (told or heads[0], ends, [5] * requests), strict=True))
+    options: dict[str, Any] = dict(
+        zip(names, (told or heads[0], ends, [5] * requests), strict=True)
+    )
     if rope:
         options["query_rope"] = torch.ones(*shape, rope, dtype=dtype, device="npu")
         options["key_rope"] = torch.ones(8, block, heads[1] * rope, dtype=dtype, device="npu")
