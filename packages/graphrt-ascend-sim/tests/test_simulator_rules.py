@@ -159,18 +159,33 @@ def attend_with(
     layout: str = "TND", dtype: torch.dtype = torch.bfloat16, dim: int = 128, block: int = 128,
     heads: tuple[int, int] = (4, 2), table: torch.dtype = torch.int32,
     keys: torch.dtype | None = None, rope: int = 0, queries: int = 1, mask: Any = None,
+    mode: int = 0, values: int | None = None, version: str = "", requests: int = 2,
+    transposed: bool = False, told: int | None = None,
 ) -> None:  # fmt: skip
-    shape = (2, heads[0]) if layout == "TND" else (2, queries, heads[0])
-    options = {"actual_seq_lengths": [1, 2]} if layout == "TND" else {}
+    shape = (requests, heads[0]) if layout == "TND" else (requests, queries, heads[0])
+    if layout == "BNSD":
+        shape = (requests, heads[0], queries)
+    names = ("num_heads", "actual_seq_lengths", "actual_seq_lengths_kv")
+    if version:
+        names = ("num_query_heads", "actual_seq_qlen", "actual_seq_kvlen")
+    ends = [*range(1, requests + 1)] if layout == "TND" else None
+    options: dict[str, Any] = dict(
+        zip(names, (told or heads[0], ends, [5] * requests), strict=True)
+    )
     if rope:
         options["query_rope"] = torch.ones(*shape, rope, dtype=dtype, device="npu")
         options["key_rope"] = torch.ones(8, block, heads[1] * rope, dtype=dtype, device="npu")
+    if isinstance(mask, tuple):
+        mask = torch.ones(mask, dtype=torch.int8, device="npu").triu(1)
+    query = torch.ones(*shape, dim, dtype=dtype, device="npu")
+    if transposed:
+        query = query.transpose(0, 1).contiguous().transpose(0, 1)
     cache = torch.ones(8, block, heads[1] * dim, dtype=keys or dtype, device="npu")
-    torch_npu.npu_fused_infer_attention_score(
-        torch.ones(*shape, dim, dtype=dtype, device="npu"), cache, cache, atten_mask=mask,
-        block_table=torch.zeros(2, 2, dtype=table, device="npu"), block_size=block,
-        actual_seq_lengths_kv=[5, 6], num_heads=heads[0], num_key_value_heads=heads[1],
-        input_layout=layout, **options,
+    other = torch.ones(8, block, heads[1] * (values or dim), dtype=keys or dtype, device="npu")
+    getattr(torch_npu, f"npu_fused_infer_attention_score{version}")(
+        query, cache, other, atten_mask=mask, sparse_mode=mode,
+        block_table=torch.zeros(requests, 2, dtype=table, device="npu"), block_size=block,
+        num_key_value_heads=heads[1], input_layout=layout, **options,
     )  # fmt: skip
 
 
@@ -180,6 +195,11 @@ def attend_with(
         {}, {"dtype": torch.float16}, {"block": 1024}, {"dim": 192}, {"dim": 64, "heads": (2, 2)},
         {"dim": 512, "rope": 64, "heads": (8, 1)}, {"rope": 64}, {"layout": "BSND", "dim": 96},
         {"layout": "BSND", "block": 16}, {"layout": "BSND", "queries": 3, "block": 256},
+        {"mode": 3, "mask": (2048, 2048)}, {"mode": 2, "mask": (1, 2048, 2048)},
+        {"mode": 4, "mask": (1, 1, 2048, 2048)}, {"layout": "BSND", "mode": 3},
+        {"dim": 512, "rope": 64, "heads": (8, 1), "mode": 3, "mask": (2048, 2048)},
+        {"dim": 192, "values": 128, "version": "_v2"}, {"heads": (256, 4)}, {"requests": 4096},
+        {"layout": "BNSD"},
     ],
     ids=str,
 )  # fmt: skip
@@ -209,13 +229,31 @@ def test_attention_takes_what_its_documents_allow(taken: dict[str, Any]) -> None
         ({"layout": "BSND", "queries": 3, "block": 16}, "block_size"),
         ({"layout": "BSND", "block": 1024}, "block_size"),
         ({"mask": torch.float32}, "atten_mask"),
+        ({"mode": 3}, "atten_mask is missing"),
+        ({"mode": 3, "version": "_v2"}, "atten_mask is missing"),
+        ({"mode": 2}, "atten_mask is missing"),
+        ({"mode": 4}, "atten_mask is missing"),
+        ({"layout": "BSND", "queries": 3, "mode": 3}, "atten_mask is missing"),
+        ({"dim": 512, "rope": 64, "heads": (8, 1), "mode": 3}, "atten_mask is missing"),
+        ({"mode": 3, "mask": (512, 512)}, "atten_mask is (512, 512)"),
+        ({"mode": 3, "mask": (2, 2048, 2048)}, "atten_mask is (2, 2048, 2048)"),
+        (
+            {"dim": 512, "rope": 64, "heads": (8, 1), "mode": 2, "mask": (2048, 2048)},
+            "sparse_mode 0, 3 and 4",
+        ),
+        ({"dim": 192, "version": "_v2"}, "v2 takes no values of head size 192"),
+        ({"dim": 128, "heads": (512, 512), "block": 16}, "more than 256"),
+        ({"dim": 512, "layout": "BNSD", "heads": (128, 128), "block": 16}, "H above 65535: 65536"),
+        ({"requests": 4097}, "at most 4096 requests"),
+        ({"transposed": True}, "query is not contiguous"),
+        ({"layout": "BNSD", "told": 8}, "num_heads is 8, and query has 4"),
     ],
     ids=str,
 )
 def test_attention_refuses_what_its_documents_do_not_allow(
     refused: dict[str, Any], wrong: str
 ) -> None:
-    if "mask" in refused:
+    if isinstance(refused.get("mask"), torch.dtype):
         refused = {"mask": torch.zeros(1, 1, 256, dtype=refused["mask"], device="npu")}
     found = message(lambda: attend_with(**refused))
     assert "561002" in found and wrong in found

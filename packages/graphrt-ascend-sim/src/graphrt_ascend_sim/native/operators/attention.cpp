@@ -137,7 +137,16 @@ struct Call {
     AttentionOptions options;
     bool wants_lse;
     In query_rope, key_rope, sinks;
+    bool is_v2;
 };
+
+bool is_contiguous(const aclTensor& tensor) {
+    int64_t stride = 1;
+    for (size_t dim = tensor.sizes.size(); dim-- > 0; stride *= tensor.sizes[dim]) {
+        if (tensor.sizes[dim] > 1 && tensor.strides[dim] != stride) return false;
+    }
+    return true;
+}
 
 // What the page of npu_fused_infer_attention_score allows (the numbers are its lines), or that of its
 // v2 (275): op-plugin at 517f2e7d, docs/zh/custom_APIs/torch_npu. Of what the simulator computes.
@@ -146,12 +155,20 @@ std::string wrong_tensors(const Call& call) {
     const bool packed = layout == "TND" || layout == "NTD";
     const int64_t heads = call.options.heads, kv_heads = call.options.kv_heads ? call.options.kv_heads : heads;
     const auto type = call.query->type;
+    if (!is_contiguous(*call.query)) return "query is not contiguous";  // 86
     if (type != at::kHalf && type != at::kBFloat16) return "query is not float16 or bfloat16";  // 86
     for (List list : {call.keys, call.values}) {
         // 88, 90 and 270: other types, int8 among them, come with scales.
         for (const aclTensor* tensor : list->tensors) {
             if (tensor->type != type) return "key or value have another data type than query";
         }
+    }
+    if (heads > 256) return "num_heads is more than 256: " + std::to_string(heads);  // 76
+    if (layout == "BNSD" && heads != call.query->sizes[1]) {  // 185
+        return "num_heads is " + std::to_string(heads) + ", and query has " + std::to_string(call.query->sizes[1]);
+    }
+    if (packed && call.query_lengths && hold(call.query_lengths).size() > 4096) {  // 377
+        return "layout " + layout + " takes at most 4096 requests";
     }
     if (heads % kv_heads || heads / kv_heads > 64) {  // 208
         return "num_heads is not a multiple of num_key_value_heads, or more than 64 times as many";
@@ -160,6 +177,20 @@ std::string wrong_tensors(const Call& call) {
         const auto mask = call.mask->type;
         if (mask != at::kBool && mask != at::kChar && mask != at::kByte) {
             return "atten_mask is not bool, int8 or uint8";
+        }
+    }
+    // 224: without a rope the mode means nothing for a query of one token. Packed ones have no such axis.
+    const bool one = !packed && call.query->sizes[layout == "BNSD" ? 2 : 1] == 1;
+    const int64_t mode = call.options.sparse_mode;
+    if (mode >= 2 && mode <= 4 && (!one || call.query_rope)) {  // 216 to 218, 408, and v2 333
+        if (!call.mask) return "atten_mask is missing, which sparse_mode 2, 3 and 4 need: (2048, 2048)";
+        Ints sizes = call.mask->sizes;
+        while (sizes.size() > 2 && sizes.size() < 5 && sizes.front() == 1) sizes.erase(sizes.begin());
+        if (sizes != Ints{2048, 2048}) {
+            std::string shape;
+            for (int64_t size : call.mask->sizes) shape += (shape.empty() ? "" : ", ") + std::to_string(size);
+            return "atten_mask is (" + shape + "), and with sparse_mode 2, 3 and 4 it is (2048, 2048), "
+                   "with one or two dimensions of 1 before it or none";
         }
     }
     const auto width = [&](const aclTensor& tensor, int64_t count, bool paged) {
@@ -182,6 +213,7 @@ std::string wrong_tensors(const Call& call) {
         if (k != q || v != q || (q != 512 && q != 128)) {  // 326, 389
             return "head sizes beside a query_rope are not all 512 or all 128: " + widths;
         }
+        if (q == 512 && mode == 2) return "head size 512 takes sparse_mode 0, 3 and 4, not 2";  // 330, 381
         if (q == 512 && (heads > 128 || (heads & (heads - 1)) || kv_heads != 1)) {  // 331, 332
             return "beside a query_rope there is one key head, and 1, 2, 4 to 128 of the query";
         }
@@ -190,6 +222,9 @@ std::string wrong_tensors(const Call& call) {
         if (!same && !(q == 192 && k == 192 && v == 128)) {
             return "head sizes of layout " + layout + " are not 128, 192 or (without GQA) 64: " + widths;
         }
+        if (call.is_v2 && v == 192 && (paged || kv_heads != heads)) {  // v2 275
+            return "v2 takes no values of head size 192 beside a block_table or with GQA";
+        }
     } else if (q != k || q > 512 || v > 512 || q % 8 || v % 8) {  // 78, 400
         return "head sizes are not multiples of 16 bytes up to 512: " + widths;
     }
@@ -197,8 +232,11 @@ std::string wrong_tensors(const Call& call) {
     if (call.blocks->type != at::kInt || call.blocks->sizes.size() != 2) {  // 128
         return "block_table is not int32 of two dimensions";
     }
+    const Ints& cache = call.keys->tensors[0]->sizes;
+    if (cache.size() == 3 && cache[2] > 65535) {  // 311, v2 341
+        return "a cache of (blocks, block_size, H) has H above 65535: " + std::to_string(cache[2]);
+    }
     const int64_t block = call.options.block_size;
-    const bool one = !packed && call.query->sizes[layout == "BNSD" ? 2 : 1] == 1;
     const bool fits = packed || call.query_rope ? block % 16 == 0 && block <= 1024     // 335, 391
                       : one                     ? block <= 512                         // 300
                                                 : block % 128 == 0 && block <= 512;
@@ -264,10 +302,12 @@ int largest_of(const char* name, uint64_t* workspace, aclOpExecutor** executor, 
         {"key_shared_prefix", key_prefix != nullptr},                                    \
         {"value_shared_prefix", value_prefix != nullptr}
 
-// `own` are the tensors of a version: query_rope, key_rope, what quantizes the two, learnable_sink.
+// `own` are the tensors of a version (query_rope, key_rope, what quantizes the two, learnable_sink)
+// and whether it is what torch_npu's v2 calls.
 #define FUSED_ATTENTION(name, own, ...)                                                            \
     API int name##GetWorkspaceSize(COMMON_PARAMETERS, __VA_ARGS__, RESULTS) {                      \
-        struct { In query_rope, key_rope, key_rope_antiquant, query_dequant, sinks; } more = own;  \
+        struct { In query_rope, key_rope, key_rope_antiquant, query_dequant, sinks; bool is_v2; }  \
+        more = own;                                                                                \
         if (int error = lacked({LACKED_ARGUMENTS,                                                  \
                                 {"key_rope_antiquant_scale", more.key_rope_antiquant != nullptr},  \
                                 {"dequant_scale_query", more.query_dequant != nullptr}})) {        \
@@ -278,7 +318,7 @@ int largest_of(const char* name, uint64_t* workspace, aclOpExecutor** executor, 
         return prepare_attention(#name, workspace, executor,                                       \
                                  {query, key, value, shift, mask, query_lengths, key_lengths,      \
                                   blocks, layout, options, wants_lse, more.query_rope,             \
-                                  more.key_rope, more.sinks},                                      \
+                                  more.key_rope, more.sinks, more.is_v2},                          \
                                  out, lse);                                                        \
     }                                                                                              \
     API int name##GetMaxWorkspaceSize(COMMON_PARAMETERS, __VA_ARGS__, RESULTS) {                   \
@@ -286,16 +326,16 @@ int largest_of(const char* name, uint64_t* workspace, aclOpExecutor** executor, 
                                        block_size};                                                \
         return largest_of(#name, workspace, executor,                                              \
                           {query, key, value, shift, mask, query_lengths, key_lengths, blocks,     \
-                           layout, options, wants_lse, nullptr, nullptr, nullptr});                \
+                           layout, options, wants_lse, nullptr, nullptr, nullptr, false});         \
     }                                                                                              \
     SIM_LAUNCH(name)
 
 #define NO_TENSORS \
-    { nullptr, nullptr, nullptr, nullptr, nullptr }
+    { nullptr, nullptr, nullptr, nullptr, nullptr, false }
 #define ROPE_TENSORS \
-    { query_rope, key_rope, rope_antiquant, nullptr, nullptr }
+    { query_rope, key_rope, rope_antiquant, nullptr, nullptr, false }
 #define ALL_TENSORS \
-    { query_rope, key_rope, rope_antiquant, query_dequant, sinks }
+    { query_rope, key_rope, rope_antiquant, query_dequant, sinks, true }
 
 FUSED_ATTENTION(aclnnFusedInferAttentionScoreV2, SIM_UNWRAP(NO_TENSORS), OPTION_PARAMETERS)
 FUSED_ATTENTION(aclnnFusedInferAttentionScoreV3, SIM_UNWRAP(ROPE_TENSORS), In query_rope,
