@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from graphrt.core.base.errors import DeviceHangError, InvalidOptionError
-from graphrt.core.base.option_values import count_of, shown
+from graphrt.core.base.option_values import check_callable, count_of, shown
 
 UpdateOrder = Literal["replay_first", "update_first"]
 UpdateStrategy = Literal["groups", "auto_dispatch"]
@@ -43,13 +43,15 @@ class AscendOptions:
             _check("update_order", self.update_order, get_args(UpdateOrder))
         _check("update_strategy", self.update_strategy, get_args(UpdateStrategy))
         timeout = self.hang_timeout_s
-        if timeout is not None and not timeout > 0:
+        if timeout is not None and (type(timeout) not in (int, float) or not timeout > 0):
             raise InvalidOptionError(
                 "hang_timeout_s has a wrong value",
                 got=shown(timeout),
                 expected="seconds > 0, or None for no watchdog",
                 advice="hang_timeout_s=60",
             )
+        if self.on_hang is not None:
+            check_callable("on_hang", self.on_hang, "on_hang=print")
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> AscendOptions:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -37,6 +37,7 @@ from graphrt.core.base.errors import (
     MissingUpdateError,
     StreamBudgetError,
 )
+from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.capture.wrapper import GraphWrapper
 from graphrt.core.device.contract import (
     CONTRACT_VERSION,
@@ -357,6 +358,11 @@ class AscendPlatform(Platform):
         """
         return self._tasks.updating(graph, updates)
 
+    def refuse_to_wait(self, device: torch.device) -> None:
+        """Raise `MissingUpdateError` where a wait for `device` in this thread would never end, as
+        the thread has launched a graph there whose update is to come."""
+        self._tasks.refuse_to_wait(device)
+
     def forget_update(self, graph: Any, updates: Sequence[TaskUpdate]) -> None:
         """Take back an update of `updating` whose launch did not come: its signals would start the
         next step's tasks too early."""
@@ -368,6 +374,12 @@ class ACLGraphWrapper(GraphWrapper):
 
     platform_name = "ascend"
     entry_class = DeferrableEntry
+
+    def destroy_graphs(self, descriptor: BatchDescriptor | None) -> None:
+        """See `GraphWrapper.destroy_graphs`, which waits for the device: raises
+        `MissingUpdateError`, and destroys nothing, where that would never end."""
+        cast(AscendPlatform, self.pool.platform).refuse_to_wait(self.pool.device)
+        super().destroy_graphs(descriptor)
 
     def update(self, updates: Updates) -> None:
         """Update the tasks of the step that was called with `DEFERRED`; raises `MissingUpdateError`

@@ -68,8 +68,10 @@ class WaitingStep:
 
     def end_by(self, pool: GraphPool, update: Callable[[Segment], object]) -> None:
         """End the step by `update`, which signals the tasks of the segment. After `expire` it
-        raises `MissingUpdateError`."""
+        raises `MissingUpdateError`, in any thread."""
         if not self._first():
+            if self._is_expired and pool.owner is self:
+                raise self._expired_error(pool)
             raise pool.busy_error(None)
         self._table.mixed = True
         try:
@@ -100,18 +102,27 @@ class WaitingStep:
             return None
         try:
             self.expire()
-        finally:
+        except BaseException:
             if self._is_expired:
-                pool.owner = None
-                self._table.mixed = self._was_mixed
-        if not self._is_expired:
-            return None
+                self._free(pool)
+            raise
+        return self._expired_error(pool) if self._is_expired else None
+
+    def _free(self, pool: GraphPool) -> None:
+        """Give the pool to the next step, after `expire`."""
+        self._table.mixed = self._was_mixed
+        pool.owner = None
+
+    def _expired_error(self, pool: GraphPool) -> MissingUpdateError:
+        """Free the pool; returns the one error of a step that was ended without its update."""
+        self._free(pool)
         return MissingUpdateError(
-            "the step before was launched with updates=DEFERRED and got none; it was ended with "
-            "the host arguments of the replay before, so its outputs are worth nothing",
+            "a step was launched with updates=DEFERRED and got none in time; it was ended with the "
+            "host arguments of the replay before, so its outputs are worth nothing",
             got=self._context.descriptor,
             expected="one update after every such call",
-            advice="call wrapper.update(updates) before the next step",
+            advice="update a launched step before the next one: wrapper.update(updates), under "
+            "vllm-ascend update_full_graph_params",
         )
 
     def _first(self) -> bool:

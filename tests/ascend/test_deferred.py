@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
 import pytest
 import torch
 from attention_models import HEADS, PAGES, WIDTH, Decoder, runner, steps
@@ -18,6 +21,7 @@ from graphrt import (
 )
 from graphrt.ascend import AscendPlatform
 from graphrt.core.base.errors import (
+    DeviceHangError,
     InvalidUpdateError,
     MissingUpdateError,
     PoolBusyError,
@@ -163,8 +167,6 @@ def test_a_missing_deferred_update_raises_at_the_next_step_once(host):
 
 
 def test_a_step_from_another_thread_does_not_end_a_waiting_step(host):
-    from concurrent.futures import ThreadPoolExecutor
-
     host.fill(host.todo[0])
     out = host.call("FULL", DEFERRED)
     with ThreadPoolExecutor(1) as pool, pytest.raises(PoolBusyError):
@@ -190,6 +192,55 @@ def test_clearing_graphs_while_a_step_waits_raises_and_destroys_nothing(host):
         host.wrapper.clear_graphs()
     host.wrapper.clear_graphs()
     torch.npu.synchronize()
+
+
+@pytest.mark.parametrize("how", ["close", "clear_graphs", "drop"])
+def test_graphs_of_another_pool_are_not_destroyed_while_this_thread_owes_an_update(host, how):
+    other = Host(GraphPool())
+    destroy = {
+        "close": other.pool.close,
+        "clear_graphs": other.wrapper.clear_graphs,
+        "drop": lambda: other.pool.drop(DESCRIPTOR),
+    }[how]
+    step = host.todo[0]
+    host.fill(step)
+    out = host.call("FULL", DEFERRED)
+    with pytest.raises(MissingUpdateError, match=r"in this thread[\s\S]*update that step first"):
+        destroy()
+    assert list(other.wrapper.entries) == [DESCRIPTOR]
+    host.wrapper.update(step.updates)
+    assert torch.equal(out.cpu(), host.call("NONE", step.updates).cpu())
+    assert other.differs(2) == []
+    destroy()
+    assert not other.wrapper.entries
+    assert host.differs(2) == []
+
+
+def test_an_update_after_its_steps_end_raises_once_in_any_thread(host):
+    step = host.todo[0]
+    host.fill(step)
+    host.call("FULL", DEFERRED)
+    assert host.pool.owner.expire()
+    late = partial(host.wrapper.update, step.updates)
+    with ThreadPoolExecutor(1) as threads, pytest.raises(MissingUpdateError, match="in time"):
+        threads.submit(late).result()
+    torch.npu.synchronize()
+    assert host.differs(2) == []
+
+
+def test_an_update_that_waits_for_the_device_itself_is_told_so(host):
+    issue = host.decoder.task.issue
+
+    def waiting(*args, **kwargs):
+        torch.npu.synchronize()
+        issue(*args, **kwargs)
+
+    host.fill(host.todo[0])
+    host.decoder.task.issue = waiting
+    with pytest.raises(DeviceHangError, match=r"layers\.0[\s\S]*wait for nothing"):
+        host.call("FULL", host.todo[1].updates)
+    host.decoder.task.issue = issue
+    assert host.differs(2) == []
 
 
 def test_a_refused_deferred_update_leaves_the_step_waiting(host):

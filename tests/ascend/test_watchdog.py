@@ -184,10 +184,15 @@ def test_the_watchdog_never_reports_steps_that_end_in_time():
     assert watched.hangs == []
 
 
-@pytest.mark.parametrize("timeout_s", [0, -1.0])
+@pytest.mark.parametrize("timeout_s", [0, -1.0, float("nan"), "60", True])
 def test_an_invalid_hang_timeout_is_refused(timeout_s):
     with pytest.raises(InvalidOptionError, match="hang_timeout_s"):
         AscendOptions(hang_timeout_s=timeout_s)
+
+
+def test_an_on_hang_that_cannot_be_called_is_refused():
+    with pytest.raises(InvalidOptionError, match="on_hang"):
+        AscendOptions(hang_timeout_s=60, on_hang=3)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -293,6 +294,41 @@ def test_lengths_beyond_the_block_table_are_refused_before_anything_is_issued(
     run = partial(captured, task) if under_capture else partial(eagerly, task)
     with pytest.raises(InvalidUpdateError, match="beyond its block table"):
         run(updates, **call)
+
+
+@pytest.mark.parametrize("name", ["fused_infer_attention", "fused_infer_attention_v2"])
+@pytest.mark.parametrize("by_name", [True, False])
+@pytest.mark.parametrize("shape", [(8, 128, 256), (8, 2, 128, 128), (8, 2, 8, 128, 16)])
+def test_a_block_size_that_is_not_the_caches_is_refused_with_both(
+    monkeypatch, name, by_name, shape
+):
+    issued = []
+    fused = SimpleNamespace(out=lambda *args, **kwargs: issued.append(kwargs["block_size"]))
+    monkeypatch.setattr(
+        operators,
+        "torch_npu",
+        lambda: SimpleNamespace(
+            npu_fused_infer_attention_score=fused, npu_fused_infer_attention_score_v2=fused
+        ),
+    )
+    task = getattr(attention, name)(max_kv_len=512)
+    query, cache = torch.zeros(1, 2, 128), torch.zeros(shape)
+    args = () if by_name else (query, cache, cache)
+    named = {"query": query, "key": cache, "value": cache} if by_name else {}
+    call = partial(
+        eagerly,
+        task,
+        {"attention": task.lengths([3], [1])},
+        *args,
+        **named,
+        out=[],
+        block_table=torch.zeros(1, 4, dtype=torch.int32),
+    )
+    for wrong in (64, 256):
+        with pytest.raises(InvalidUpdateError, match=rf"block_size={wrong}[\s\S]*block_size=128"):
+            call(block_size=wrong)
+    call(block_size=128)
+    assert issued == [128]
 
 
 @pytest.mark.parametrize(

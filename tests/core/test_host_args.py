@@ -89,6 +89,16 @@ def test_cumulative_lengths_beyond_a_uniform_graphs_query_length_are_refused(val
         arg.fitted("lengths", value, 8, 4, query_len=2)
 
 
+def test_padding_tokens_without_a_request_are_refused_with_the_way_to_have_one():
+    arg, live = HostArg("reqs", "cumulative"), Batch(5, 3)
+    with pytest.raises(InvalidUpdateError, match=r"padding tokens[\s\S]*spare_request=True"):
+        arg.fitted("lengths", [1, 3, 5], 8, 3, live=live)
+    assert HostArg("reqs+1", "cumulative").fitted("lengths", [1, 3, 5], 8, 3, live=live)[-1] == 8
+    # A sum that is wrong is told as such.
+    with pytest.raises(InvalidUpdateError, match="add up to the batch"):
+        arg.fitted("lengths", [1, 3, 4], 8, 3, live=live)
+
+
 def test_a_host_argument_with_least_above_most_is_refused():
     with pytest.raises(InvalidOptionError, match=r"least=5, most=1[\s\S]*least=1, most=5"):
         HostArg(least=5, most=1)
@@ -143,7 +153,7 @@ def test_host_argument_values_that_match_the_batch_are_accepted(arg, value, expe
 def test_cumulative_lengths_must_end_at_the_number_of_tokens():
     arg = HostArg("reqs", "cumulative")
     assert arg.fitted("lengths", [2, 8], TOKENS, None) == [2, 8]
-    with pytest.raises(InvalidUpdateError, match="add up"):
+    with pytest.raises(InvalidUpdateError, match="no request that the padding tokens"):
         arg.fitted("lengths", [2, 4], TOKENS, None)
 
 

@@ -251,10 +251,12 @@ def test_a_wait_for_the_device_behind_a_graph_without_its_update_raises_with_its
 def test_a_graph_that_is_not_updated_in_time_ends_and_the_next_call_raises_with_its_key(
     runner, late, caplog
 ):
-    since, out = weakref.WeakKeyDictionary(), launched_alone(runner)
-    missing._look(since, 0.2)
+    waited, out = weakref.WeakKeyDictionary(), launched_alone(runner)
+    for _ in range(2):
+        missing._look(waited, 0.1, 0.2)
+    time.sleep(0.3)  # as if the process was stopped: this counts for nothing
     assert not caplog.records
-    watching = threading.Thread(target=lambda: (time.sleep(0.3), missing._look(since, 0.2)))
+    watching = threading.Thread(target=lambda: missing._look(waited, 0.1, 0.2))
     watching.start()
     out.cpu()  # waits for the device, which no call of Python can end
     watching.join()

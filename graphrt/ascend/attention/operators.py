@@ -11,6 +11,12 @@ from graphrt.ascend.attention import workspaces
 from graphrt.ascend.attention.mla import mla_options
 from graphrt.ascend.attention.task import AttentionTask, Room, attention_task
 from graphrt.ascend.driver.library import torch_npu
+from graphrt.core.base.errors import InvalidUpdateError
+
+# By its number of dimensions, where a cache of the fused operators has its block size: [blocks,
+# block size, H], [blocks, heads, block size, D] or, in format NZ, [blocks, heads, D / 16, block
+# size, 16].
+_FUSED_CACHES = {3: 1, 4: 2, 5: 3}
 
 
 def fused_infer_attention(
@@ -84,9 +90,21 @@ def mla_attention(
 
 
 def _fused_room(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """As `room_in_blocks`; raises `InvalidUpdateError` for a `block_size` that is not the cache's,
+    by which the operator would read memory of others."""
     table, block_size = kwargs.get("block_table"), kwargs.get("block_size", 0)
     if not isinstance(table, torch.Tensor) or not block_size:
         return None
+    cache = args[1] if len(args) > 1 else kwargs.get("key")
+    if isinstance(cache, torch.Tensor) and cache.dim() in _FUSED_CACHES:
+        dimension = _FUSED_CACHES[cache.dim()]
+        if block_size != cache.shape[dimension]:
+            raise InvalidUpdateError(
+                "attention has a block_size that is not its cache's",
+                got=f"block_size={block_size} and a cache of {list(cache.shape)}",
+                expected=f"{cache.shape[dimension]}, dimension {dimension} of the cache",
+                advice=f"block_size={cache.shape[dimension]}, and a block table by it",
+            )
     return int(table.shape[-1]) * int(block_size)
 
 

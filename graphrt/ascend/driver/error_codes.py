@@ -249,10 +249,11 @@ REPLAY_CAUSES: dict[int, ReplayCause] = {
     507000: ReplayCause(
         TaskContractError,
         "INTERNAL_ERROR",
-        "the update of a task issued another number of kernels than its capture",
-        "let only lengths and other host values differ from step to step; if an operator of the "
-        "host's own had failed before, torch_npu's queue of launches has ended and took none of "
-        "this update: start the process anew",
+        "the update of a task does not match its capture",
+        "issue the same operator, as often as at capture, with outputs and workspace= given, so "
+        "that only host values differ; if an operator of the host's own had failed before, "
+        "torch_npu's queue of launches has ended and took none of this update: start the process "
+        "anew",
     ),
     507009: ReplayCause(
         TaskContractError,

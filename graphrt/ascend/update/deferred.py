@@ -17,12 +17,15 @@ class Launch:
     """A replay that waits for the updates of its tasks.
 
     `updating` is the stream to update them on, `fence` the end of the replay before, for which the
-    update waits, `stream` that of the replay, `watched` the watchdog's note of it."""
+    update waits, `stream` that of the replay, `watched` the watchdog's note of it, `name` that of
+    the graph, `thread` the id of the one that launched it."""
 
     updating: UpdateStream
     fence: Any
     stream: Any
     watched: WatchedStep | None
+    name: str
+    thread: int
 
 
 @dataclass

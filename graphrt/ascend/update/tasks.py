@@ -10,8 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from threading import get_ident
 from typing import Any
 from weakref import WeakKeyDictionary
+
+import torch
 
 from graphrt.ascend.driver.explain import explain_replay
 from graphrt.ascend.driver.launch_queue import check_queue, has_queue_ended, queue_ended
@@ -27,7 +30,12 @@ from graphrt.ascend.update.deferred import (
 )
 from graphrt.ascend.update.streams import UpdateStream, leave_stream, new_update_stream
 from graphrt.ascend.watchdog import Watchdog, WatchedStep
-from graphrt.core.base.errors import DeviceHangError, GraphRTError, LaunchQueueError
+from graphrt.core.base.errors import (
+    DeviceHangError,
+    GraphRTError,
+    LaunchQueueError,
+    MissingUpdateError,
+)
 from graphrt.core.device.contract import TaskUpdate
 
 
@@ -142,7 +150,9 @@ class Tasks:
                     current.wait_event(ahead.fence)
                 self._launch(graph, current, watched)
                 if ahead is None:
-                    self._launched[graph] = Launch(updating, fence, current, watched)
+                    self._launched[graph] = Launch(
+                        updating, fence, current, watched, name, get_ident()
+                    )
                     updating.is_awaited = True
             except BaseException:  # `@undoing` written out, as every step with tasks comes here
                 self._settle(updating.stream, current, updates)
@@ -191,6 +201,19 @@ class Tasks:
                 if named is not None:
                     raise named from error
                 raise
+
+    def refuse_to_wait(self, device: torch.device) -> None:
+        """Raise `MissingUpdateError` where this thread has launched a graph on `device` that waits
+        for its update: it would wait for itself."""
+        for launch in list(self._launched.values()):
+            if launch.thread == get_ident() and launch.stream.device == device:
+                raise MissingUpdateError(
+                    "graphs cannot be destroyed while a launched graph waits for its update: the "
+                    "device would never end",
+                    got=f"graph {launch.name}, called with updates=DEFERRED in this thread",
+                    expected="its update",
+                    advice="update that step first: wrapper.update(updates)",
+                )
 
     def forget(self, graph: Any, updates: Sequence[TaskUpdate]) -> None:
         """Take back an update whose launch did not come: its signals would start the next one."""
@@ -339,9 +362,13 @@ def _named(error: BaseException, update: TaskUpdate) -> GraphRTError | None:
     explained = explain_replay(error)
     if explained is None:
         return None
+    # The device waits for this update: a wait for the device in it is the one that does not end.
+    is_hang = isinstance(explained, DeviceHangError)
     return type(explained)(
         f"the update of task {update.name!r} failed: {explained.what}",
         got=explained.got,
         expected=explained.expected,
-        advice=explained.advice,
+        advice="let the task's issue wait for nothing: no synchronize(), .item() or empty_cache()"
+        if is_hang
+        else explained.advice,
     )

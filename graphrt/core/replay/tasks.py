@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 
@@ -55,6 +55,17 @@ WORST_CASE: Final = _Marker("WORST_CASE")
 DEFERRED: Final = _Marker("DEFERRED")
 """As `updates=` to a wrapper whose device can wait for them (Ascend's): they come after the call,
 with its `update`. Until then nothing else may run in its pool."""
+
+
+class _Fault(NamedTuple):
+    """What is wrong with a list of host values, as `InvalidUpdateError` says it."""
+
+    what: str
+    expected: str
+    advice: str = (
+        "pass one value for each live request, in the order of the batch; cumulative ones are the "
+        "running sum of its query lengths"
+    )
 
 
 @dataclass(frozen=True)
@@ -125,11 +136,10 @@ class HostArg:
             fault = _uneven(values, missing, tokens, query_len, needed, live)
         if fault is not None:
             raise InvalidUpdateError(
-                f"host argument {key!r} {fault[0]}",
+                f"host argument {key!r} {fault.what}",
                 got=f"{len(values)} values: {values}",
-                expected=fault[1],
-                advice="pass one value for each live request, in the order of the batch; "
-                "cumulative ones are the running sum of its query lengths",
+                expected=fault.expected,
+                advice=fault.advice,
             )
         return values + self._padding(values[-1], missing, tokens, query_len)
 
@@ -141,19 +151,17 @@ class HostArg:
             return [last] * (missing - 1) + [tokens] * (missing > 0)
         return [min(tokens, last + query_len * (i + 1)) for i in range(missing)]
 
-    def _fault(
-        self, axis: Axis, values: list[int], missing: int, needed: int
-    ) -> tuple[str, str] | None:
-        """What is wrong with `values` and what is expected, as `InvalidUpdateError` says it; None
-        for right ones. They are `missing` values shorter than the graph's list; `needed` are
-        live."""
+    def _fault(self, axis: Axis, values: list[int], missing: int, needed: int) -> _Fault | None:
+        """What is wrong with `values`, or None. They are `missing` values shorter than the graph's
+        list; `needed` are live."""
         least, most = self.least, self.most
         if not values or missing < 0:
-            return "has the wrong length", f"1 to {len(values) + missing} ({axis} of the graph)"
+            expected = f"1 to {len(values) + missing} ({axis} of the graph)"
+            return _Fault("has the wrong length", expected)
         if (least is not None and min(values) < least) or (most is not None and max(values) > most):
-            return "has a value out of its bounds", f"each from {least} to {most}"
+            return _Fault("has a value out of its bounds", f"each from {least} to {most}")
         if len(values) < needed:
-            return f"leaves out live {axis.name}", f"one for each of {needed}"
+            return _Fault(f"leaves out live {axis.name}", f"one for each of {needed}")
         return None
 
 
@@ -164,18 +172,26 @@ def _uneven(
     query_len: int | None,
     needed: int,
     live: Batch | None,
-) -> tuple[str, str] | None:
-    """What is wrong with cumulative lengths, and what is expected: see `HostArg._fault`."""
+) -> _Fault | None:
+    """What is wrong with cumulative lengths: see `HostArg._fault`."""
     lengths, left_over = [b - a for a, b in pairwise([0, *values])], tokens - values[-1]
     # No request of a graph has more.
     most = query_len or tokens
     if min(lengths) < 0 or max(lengths) > most or left_over < 0:
-        return "does not add up", f"rising values of at most {tokens}, each at most {most} more"
+        expected = f"rising values of at most {tokens}, each at most {most} more"
+        return _Fault("does not add up", expected)
+    if live and needed and values[needed - 1] != live.num_tokens:
+        return _Fault("does not add up to the batch", f"{live.num_tokens} at request {needed}")
     if left_over > most * missing:
         expected = f"the last one to be at least {tokens - most * missing}"
-        return "does not add up", f'{expected}, or axis "reqs+1" with a request of padding'
-    if live and needed and values[needed - 1] != live.num_tokens:
-        return "does not add up to the batch", f"{live.num_tokens} at request {needed}"
+        if query_len is not None:
+            return _Fault("does not add up", expected)
+        return _Fault(
+            "leaves no request that the padding tokens could belong to",
+            f"{expected}, or one request of padding",
+            'declare host arguments over "reqs+1" (attention tasks: spare_request=True), and the '
+            "block table too",
+        )
     return None
 
 

@@ -60,15 +60,21 @@ def watch(timeout_s: float | None) -> threading.Thread:
 
 
 def _run(timeout_s: float) -> None:
-    since: weakref.WeakKeyDictionary[WaitingStep, float] = weakref.WeakKeyDictionary()
+    # step -> for how long it was seen waiting. Pauses are counted, not the clock: a process that
+    # was stopped (SIGSTOP) may update its step at once when it goes on.
+    waited: weakref.WeakKeyDictionary[WaitingStep, float] = weakref.WeakKeyDictionary()
+    pause_s = min(timeout_s / 8, 1.0)
     while True:
-        time.sleep(min(timeout_s / 8, 1.0))
-        _look(since, timeout_s)
+        time.sleep(pause_s)
+        _look(waited, pause_s, timeout_s)
 
 
-def _look(since: weakref.WeakKeyDictionary[WaitingStep, float], timeout_s: float) -> None:
+def _look(
+    waited: weakref.WeakKeyDictionary[WaitingStep, float], pause_s: float, timeout_s: float
+) -> None:
     for pool, step in _waiting():
-        if time.monotonic() - since.setdefault(step, time.monotonic()) < timeout_s:
+        waited[step] = waited.get(step, -pause_s) + pause_s
+        if waited[step] < timeout_s:
             continue
         try:
             with pool.on_device():
