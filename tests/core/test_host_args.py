@@ -153,7 +153,7 @@ def test_host_argument_values_that_match_the_batch_are_accepted(arg, value, expe
 def test_cumulative_lengths_must_end_at_the_number_of_tokens():
     arg = HostArg("reqs", "cumulative")
     assert arg.fitted("lengths", [2, 8], TOKENS, None) == [2, 8]
-    with pytest.raises(InvalidUpdateError, match="no request that the padding tokens"):
+    with pytest.raises(InvalidUpdateError, match="no request is left"):
         arg.fitted("lengths", [2, 4], TOKENS, None)
 
 

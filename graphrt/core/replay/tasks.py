@@ -187,7 +187,7 @@ def _uneven(
         if query_len is not None:
             return _Fault("does not add up", expected)
         return _Fault(
-            "leaves no request that the padding tokens could belong to",
+            "does not add up: no request is left that the padding tokens could belong to",
             f"{expected}, or one request of padding",
             'declare host arguments over "reqs+1" (attention tasks: spare_request=True), and the '
             "block table too",

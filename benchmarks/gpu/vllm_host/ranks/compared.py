@@ -14,7 +14,7 @@ from benchmarks.gpu.vllm_host.ranks.handle import Handle
 ASKED = ((1, False), (3, False), (8, False), (37, False), (64, False), (96, True))
 TIMED = (1, 8, 64)
 TOKENS = 48
-TURNS = 4
+TURNS = 16
 
 
 def started(result: dict[str, Any], engines: dict[str, Handle], until: float) -> None:
