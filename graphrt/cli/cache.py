@@ -71,7 +71,7 @@ def show(
     directory: Directory = None,
     json: Json = False,
 ) -> None:
-    """Show what a key was made of, and check every file of it."""
+    """Show what a key was made of, and check every file of it; exits with 1 where one is damaged."""
     from graphrt.compile.cache.entry import default_directory
     from graphrt.compile.cache.listing import find_key
 
@@ -87,6 +87,8 @@ def show(
         print(json_format.dumps(data, indent=2))
     else:
         _show(data, _console())
+    if any(each["damaged"] for each in data["ranks"]):
+        raise typer.Exit(1)
 
 
 @cache_app.command("why")

@@ -83,13 +83,13 @@ def test_show_prints_sources_settings_and_pieces_of_a_key(directory: Path):
     assert sorted(data["ranks"][0]["pieces"]) == ["piece_0", "piece_1"]
 
 
-def test_show_reports_a_piece_with_a_wrong_checksum(directory: Path):
+def test_show_reports_a_piece_with_a_wrong_checksum_and_exits_with_1(directory: Path):
     path = directory / name_of(b"one") / "rank_0" / "piece_0.piece"
     path.write_bytes(path.read_bytes()[:-1] + b"y")
-    data = json.loads(run("show", name_of(b"one"), "--json"))
+    data = json.loads(run("show", name_of(b"one"), "--json", code=1))
     assert list(data["ranks"][0]["damaged"]) == ["piece_0"]
     assert data["ranks"][1]["damaged"] == {}
-    assert "checksum" in run("show", name_of(b"one"))
+    assert "checksum" in run("show", name_of(b"one"), code=1)
 
 
 def test_a_key_whose_file_cannot_be_read_is_still_listed(directory: Path):
@@ -174,9 +174,9 @@ def test_names_of_files_reach_a_terminal_without_control_characters(directory: P
 def test_a_link_that_leads_nowhere_is_listed_as_a_damaged_piece(directory: Path, target: str):
     (directory / name_of(b"one") / "rank_0" / "piece_9.piece").symlink_to(target)
     assert name_of(b"one") in run("ls")
-    (rank, _) = json.loads(run("show", name_of(b"one"), "--json"))["ranks"]
+    (rank, _) = json.loads(run("show", name_of(b"one"), "--json", code=1))["ranks"]
     assert list(rank["damaged"]) == ["piece_9"] and rank["pieces"]["piece_9"] == 0
-    assert "piece_9" in run("show", name_of(b"one"))
+    assert "piece_9" in run("show", name_of(b"one"), code=1)
     assert "1 removed" in run("rm", name_of(b"one"), "--yes")
 
 
@@ -213,7 +213,7 @@ def test_a_piece_whose_name_is_no_text_is_shown_as_damaged(directory: Path):
     folder = next(directory.glob("*/rank_0"))
     Path(os.fsdecode(os.fsencode(folder) + b"/\xff\x1b[31m.piece")).write_bytes(b"none of graphrt")
     for option in ([], ["--json"]):
-        text = run("show", folder.parent.name, *option)
+        text = run("show", folder.parent.name, *option, code=1)
         assert "\x1b" not in text and "no piece of this version" in text
 
 
