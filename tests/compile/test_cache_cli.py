@@ -164,8 +164,8 @@ def test_names_of_files_reach_a_terminal_without_control_characters(directory: P
     rank = directory / name_of(b"one") / "rank_0"
     (rank / "piece_0.piece").rename(rank / "piece\x1b]0;owned\x07.piece")
     rank.rename(rank.with_name("rank_\x1b]0;owned\x07"))
-    for arguments in (["ls"], ["show", name_of(b"one")]):
-        text = run(*arguments)
+    for arguments, code in ((["ls"], 0), (["show", name_of(b"one")], 1)):
+        text = run(*arguments, code=code)
         assert "\x1b" not in text
         assert "\x07" not in text
 
