@@ -130,17 +130,12 @@ def _streams(request: BudgetRequest, plan: Plan) -> PlannedStreams | None:
 
 
 def _costs(request: BudgetRequest, streams: PlannedStreams | None) -> dict[GraphMode, GraphCost]:
-    costs = _amounts("--cost", request.costs)
     pieces = 1 if request.layers is None else request.layers + 1
-    piecewise: dict[str, Any] = {"graphs": pieces}
-    full: dict[str, Any] = {}
+    costs = {GraphMode.PIECEWISE: GraphCost(graphs=pieces), GraphMode.FULL: GraphCost()}
     if streams is not None:
-        piecewise = {"graphs": streams.pieces, "streams": streams.piecewise}
-        full = {"streams": streams.full}
-    return {
-        GraphMode.PIECEWISE: GraphCost(**{**piecewise, **costs}),
-        GraphMode.FULL: GraphCost(**{**full, **costs}),
-    }
+        costs = streams.cost
+    given = _amounts("--cost", request.costs)
+    return {mode: replace(cost, **given) for mode, cost in costs.items()}
 
 
 def _amounts(option: str, texts: Sequence[str]) -> dict[str, Any]:

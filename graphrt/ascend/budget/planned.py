@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from graphrt.ascend.budget.profiles import Deployment, update_aclgraph_sizes
+from graphrt.ascend.budget.profiles import Deployment, StreamFigures, update_aclgraph_sizes
 from graphrt.ascend.budget.streams import (
     DEVICES,
     STRUCTURAL,
@@ -20,16 +20,10 @@ from graphrt.core.batch.modes import GraphMode
 
 
 @dataclass(frozen=True)
-class PlannedStreams:
-    """The streams of a device, as a profile counts them; numbers as in `StreamFigures`."""
+class PlannedStreams(StreamFigures):
+    """The streams of a device, as a profile counts them: what `graphrt plan --json` prints."""
 
-    profile: str
     device: str
-    usable: int
-    full: int
-    piecewise: int
-    pieces: int
-    terms: tuple[tuple[str, int], ...]
     formula_sizes: tuple[int, ...] | None
     """The piecewise sizes that `update_aclgraph_sizes` keeps; None in the structural model."""
 
@@ -87,13 +81,4 @@ def planned_streams(
     formula_sizes = None
     if profile != STRUCTURAL and mode.has_piecewise:
         formula_sizes = update_aclgraph_sizes(sizes, model, profile=profile, mode=mode)
-    return PlannedStreams(
-        profile,
-        device.name,
-        figures.usable,
-        figures.full,
-        figures.piecewise,
-        figures.pieces,
-        figures.terms,
-        formula_sizes,
-    )
+    return PlannedStreams(**vars(figures), device=device.name, formula_sizes=formula_sizes)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from graphrt.core.base.errors import InvalidOptionError
-from graphrt.core.base.option_values import shown
+from graphrt.core.base.option_values import count_of, shown
 from graphrt.core.batch.modes import GraphMode, Mode
 from graphrt.core.plan.budget import GraphCost
 from graphrt.core.plan.sizes import check_sizes
@@ -57,14 +57,7 @@ class Deployment:
             ("tasks_per_layer", 0),
             ("other_kernels", 0),
         ):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise InvalidOptionError(
-                    f"{name} is not a count",
-                    got=shown(value),
-                    expected=f"an integer >= {least}",
-                    advice=f"{name}={max(least, 1)}",
-                )
+            count_of(name, getattr(self, name), least=least)
 
     @property
     def pieces(self) -> int:
