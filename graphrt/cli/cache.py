@@ -71,7 +71,7 @@ def show(
     directory: Directory = None,
     json: Json = False,
 ) -> None:
-    """Show what a key was made of, and check every file of it; exits with 1 where one is damaged."""
+    """Show what a key was made of, and check every file of it: exits with 1 for damage."""
     from graphrt.compile.cache.entry import default_directory
     from graphrt.compile.cache.listing import find_key
 

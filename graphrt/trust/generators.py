@@ -42,10 +42,17 @@ class WatchedGenerators(Generators):
         before = [was for *_, was in self._saved] if since is None else since
         return unseen(lambda: not all(map(_same_state, before, states)))
 
-    def are_reset(self, left: Sequence[Any], replayed: Sequence[Any], later: Sequence[Any]) -> bool:
+    def are_reset(
+        self,
+        left: Sequence[Any],
+        replayed: Sequence[Any],
+        later: Sequence[Any],
+        since: Sequence[Any] | None = None,
+    ) -> bool:
         """Whether a forward seems to seed a generator of torch's, or to put its state back: a
         replay has drawn from one, but the run that `left` these states has moved it nowhere, or to
-        the state in which a run that began there ended `later`."""
+        the state in which a run that began there ended `later`. All began with the states `since`,
+        by default with those that were saved."""
 
         def is_reset(at: int, was: Any) -> bool:
             if not isinstance(was, torch.Tensor) or _same_state(was, replayed[at]):
@@ -53,8 +60,9 @@ class WatchedGenerators(Generators):
             is_put_back = _same_state(was, left[at])
             return is_put_back or (at < len(later) and _same_state(left[at], later[at]))
 
-        saved, count = self._saved, min(len(left), len(replayed))
-        return unseen(lambda: any(is_reset(at, saved[at][2]) for at in range(count)))
+        before = [was for *_, was in self._saved] if since is None else since
+        count = min(len(left), len(replayed), len(before))
+        return unseen(lambda: any(is_reset(at, before[at]) for at in range(count)))
 
 
 def _same_state(ours: Any, theirs: Any) -> bool:

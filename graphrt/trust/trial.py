@@ -406,17 +406,24 @@ class Trial:
     def _judge_seeds(self) -> None:
         """Does the forward seed a generator of torch's outside of eager parts? From random numbers
         further on a replay then draws others than an eager run, or leaves another state."""
-        state, left = self._state, self._eager.left.generators
-        runs = []
-        for call in (self.step.eager, lambda _: self.step.replay()):
-            state.generators.restore(left)
-            runs.append(self._extra_run("with later random numbers", call))
-        eager, replayed = runs
-        if eager is None or replayed is None:
-            return
-        drawn = state.generators.have_drawn(replayed.left.generators, eager.left.generators)
-        if drawn or _run_difference(replayed, eager) is not None:
-            self._fail(verdicts.SEEDED, "a generator's state that the forward sets itself")
+        generators, left = self._state.generators, self._eager.left.generators
+
+        def run(start: Sequence[Any], call: Callable[[Watch], Any]) -> Run | None:
+            generators.restore(start)
+            return self._extra_run("with later random numbers", call)
+
+        # Of another thread that draws no five replays have numbers and no eager run.
+        for _ in range(5):
+            eager, replayed = run(left, self.step.eager), run(left, lambda _: self.step.replay())
+            if eager is None or replayed is None:
+                return
+            ends = eager.left.generators, replayed.left.generators
+            if not generators.have_drawn(*ends) and _run_difference(replayed, eager) is None:
+                return
+            later = run(ends[0], self.step.eager)
+            if later is None or not generators.are_reset(*ends, later.left.generators, since=left):
+                return
+        self._fail(verdicts.SEEDED, "a generator's state that the forward sets itself")
 
     def _judge_replay(
         self, where: str, how: str, spread: Difference | None, again: Any, replay: Any

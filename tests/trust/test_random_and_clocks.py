@@ -170,18 +170,35 @@ def forked(x):
         return x + torch.rand_like(x)
 
 
-def test_another_thread_may_draw_during_the_trials_of_a_forward_that_draws_nothing():
+@torch.library.custom_op("graphrt_test_draws::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@doubled.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@pytest.mark.parametrize("pause_s", [0, 2e-4, 1e-3, 5e-3])
+@pytest.mark.parametrize("operator", [torch.relu, doubled], ids=["of torch", "of the host's"])
+def test_another_thread_may_draw_during_the_trials_of_a_forward_that_draws_nothing(
+    operator, pause_s
+):
+    """torch does not say of an operator of the host's whether it draws."""
     done = threading.Event()
 
     def draw() -> None:
         while not done.is_set():
             torch.rand(1)
+            if pause_s:
+                time.sleep(pause_s)
 
     thread = threading.Thread(target=draw)
     thread.start()
     try:
         for _ in range(10):
-            goes_on(lambda x: linear(x).relu(), level="always")
+            goes_on(lambda x: operator(linear(x)), level="always")
     finally:
         done.set()
         thread.join()
