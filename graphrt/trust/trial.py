@@ -221,10 +221,11 @@ class Trial:
             return
         state.restore()
         # Else another thread has drawn meanwhile, as one that samples does.
-        if any(draws(func) for func in first_watch.trace.overloads()) and (
-            state.generators.are_reset(eager.left.generators, replayed.left.generators, later)
-        ):
-            self._judge_seeds()
+        if any(draws(func) for func in first_watch.trace.overloads()):
+            ends = eager.left.generators, replayed.left.generators
+            suspected = state.generators.are_reset(*ends, later)
+            if suspected or step.together:
+                self._judge_seeds(suspected)
         unpadded, other_padding = (None, None) if rows is None else self._padding_runs(rows)
         dtypes = map(attrgetter("dtype"), used.values())
         precision = self.platform.float32_precision
@@ -403,25 +404,27 @@ class Trial:
             got, then = other_data
             self._fail(verdicts.CONSTANT, got, then=then)
 
-    def _judge_seeds(self) -> None:
-        """Does the forward seed a generator of torch's outside of eager parts? From random numbers
-        further on a replay then draws others than an eager run, or leaves another state."""
+    def _judge_seeds(self, suspected: bool) -> None:
+        """Does the forward, if it is suspected, seed a generator of torch's outside of eager parts?
+        From random numbers further on a replay then draws others than an eager run, or leaves
+        another state."""
         generators, left = self._state.generators, self._eager.left.generators
 
         def run(start: Sequence[Any], call: Callable[[Watch], Any]) -> Run | None:
             generators.restore(start)
             return self._extra_run("with later random numbers", call)
 
-        # Of another thread that draws no five replays have numbers and no eager run.
-        for _ in range(5):
+        # Of another thread that draws no five replays have numbers and no eager run. Ranks that try
+        # together all make the same runs, whatever each of them has seen.
+        for _ in range(1 if self.step.together else 5):
             eager, replayed = run(left, self.step.eager), run(left, lambda _: self.step.replay())
-            if eager is None or replayed is None:
+            later = None if eager is None else run(eager.left.generators, self.step.eager)
+            if eager is None or replayed is None or later is None or not suspected:
                 return
             ends = eager.left.generators, replayed.left.generators
             if not generators.have_drawn(*ends) and _run_difference(replayed, eager) is None:
                 return
-            later = run(ends[0], self.step.eager)
-            if later is None or not generators.are_reset(*ends, later.left.generators, since=left):
+            if not generators.are_reset(*ends, later.left.generators, since=left):
                 return
         self._fail(verdicts.SEEDED, "a generator's state that the forward sets itself")
 
