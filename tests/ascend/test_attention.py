@@ -145,6 +145,24 @@ def test_lengths_at_capture_are_the_worst_case_of_the_graph():
     assert updates == {"actual_seq_lengths": [8], "actual_seq_lengths_kv": [64]}
 
 
+@pytest.mark.parametrize(
+    ("descriptor", "queries"),
+    [
+        (BatchDescriptor(8, 4, uniform=True, query_len=2), [2, 2, 2, 2]),
+        (BatchDescriptor(8, uniform=True, query_len=2), [2, 2, 2, 2]),
+        (BatchDescriptor(5, 2), [2, 3]),
+        (BatchDescriptor(8), [8]),
+    ],
+)
+def test_query_lengths_at_capture_add_up_to_the_graphs_tokens(npu, descriptor, queries):
+    task = attention.mla_attention(max_kv_len=64, query_lens=True)
+    assert task.at_capture is not None
+    worst = task.at_capture(descriptor)
+    assert worst == {"context_lens": [64] * len(queries), "qseqlen": queries}
+    call(task, worst, *range(5), 8, 1.0, 1, output="out", descriptor=descriptor)
+    assert npu.calls[0][2]["qseqlen"] == queries
+
+
 def test_padding_tokens_of_a_mixed_batch_need_a_spare_request(npu):
     mixed = BatchDescriptor(8, 4)
     updates = {"actual_seq_lengths": [1, 2, 3, 6], "actual_seq_lengths_kv": [9] * 4}
