@@ -20,7 +20,12 @@ import torch
 
 from graphrt.core.base import option_values, tree
 from graphrt.core.base._undo import Undo, note, undoing
-from graphrt.core.base.errors import InvalidOptionError, InvalidUpdateError, MissingUpdateError
+from graphrt.core.base.errors import (
+    InvalidOptionError,
+    InvalidUpdateError,
+    MissingUpdateError,
+    TaskContractError,
+)
 from graphrt.core.batch.context import ForwardContext, current_context
 from graphrt.core.batch.descriptor import Axis, Batch, BatchDescriptor, live_query_len
 from graphrt.core.replay.recording import counted, current_capture, in_task
@@ -279,9 +284,16 @@ class UpdatableTask:
     def __call__(self, *args: Any, task: str | None = None, **kwargs: Any) -> None:
         """Issue, or capture, the task `task` of this group with this step's host values.
 
-        Raises `MissingUpdateError` if the step has none, `InvalidUpdateError` if they do not fit.
+        Raises `MissingUpdateError` if the step has none, `InvalidUpdateError` if they do not fit,
+        `TaskContractError` inside of another task's `issue`.
         """
         name = self.group if task is None else task
+        if in_task.get():
+            raise TaskContractError(
+                f"task {name!r} is called inside of another task's issue",
+                expected="operators alone in what issues a task",
+                advice="call the one task behind the other in the forward",
+            )
         context = current_context()
         capture = current_capture()
         if context is not None and context.capture is not None:
@@ -292,7 +304,7 @@ class UpdatableTask:
             work = counted.get()
             if work is not None:
                 work.tasks += 1
-            self._issue_eagerly(partial(self.issue, *args, **kwargs, **values))
+            self._issued(partial(self.issue, *args, **kwargs, **values))
             return
         assert context is not None
         worst = values
@@ -301,16 +313,23 @@ class UpdatableTask:
         self.check_call(name, args, kwargs, worst)
         if self.workspace is not None and "workspace" not in kwargs:
             # Before the bracket begins, in which nothing may be allocated.
-            kwargs = {**kwargs, **self.workspace(*args, **kwargs, **worst)}
+            scratch: object = self.workspace(*args, **kwargs, **worst)
+            if not isinstance(scratch, Mapping):
+                what, advice = "a mapping of keywords", 'return {"workspace": tensor}'
+                raise option_values.refused(
+                    f"workspace() of task {name!r} returns no mapping", scratch, what, advice
+                )
+            kwargs = {**kwargs, **scratch}
         capture.check_read((args, kwargs), f"task {name!r} is given")
-        handle = capture.bracketed(partial(self.issue, *args, **kwargs, **values))
+        issue = partial(self.issue, *args, **kwargs, **values)
+        handle = self._issued(partial(capture.bracketed, issue))
         args, kwargs = tree.map_leaves(capture.captured_ref, (args, kwargs))
         capture.add_task(CapturedTask(self, name, handle, args, kwargs, values))
 
     @undoing
-    def _issue_eagerly(self, undo: Undo, issue: Callable[[], object]) -> None:
+    def _issued(self, undo: Undo, issue: Callable[[], object]) -> object:
         undo.set(in_task, True)
-        issue()
+        return issue()
 
     def check_call(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], values: HostValues
