@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from graphrt.core.base.errors import InvalidUpdateError
-from graphrt.core.base.option_values import shown
+from graphrt.core.base.option_values import check_kind, count_of, flag, shown
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.replay.tasks import HostArg, HostValues, UpdatableTask
 
@@ -79,7 +79,15 @@ def attention_task(
     graph has requests, to which padding tokens belong when all requests are live: for graphs of
     mixed batches. No live request may have fewer than `least_kv_len` keys. `workspace` is that of
     `UpdatableTask`; `room` tells how many keys the block table of a call has room for.
+
+    Raises `InvalidOptionError`.
     """
+    check_kind("keys", keys, str, optional=False)
+    check_kind("queries", queries, str)
+    max_kv_len = count_of("max_kv_len", max_kv_len, least=1)
+    least_kv_len = count_of("least_kv_len", least_kv_len, least=0)
+    flag("cumulative", cumulative)
+    flag("spare_request", spare_request)
     axis: Literal["reqs", "reqs+1"] = "reqs+1" if spare_request else "reqs"
     pad: Literal["cumulative", "query_len"] = "cumulative" if cumulative else "query_len"
 
