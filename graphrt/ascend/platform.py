@@ -37,6 +37,7 @@ from graphrt.core.base.errors import (
     MissingUpdateError,
     StreamBudgetError,
 )
+from graphrt.core.base.option_values import check_kind
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.capture.wrapper import GraphWrapper
 from graphrt.core.device.contract import (
@@ -72,6 +73,7 @@ class AscendPlatform(Platform):
 
     def __init__(self, options: AscendOptions | None = None) -> None:
         """Without `options` they come from the environment, when first used."""
+        check_kind("options", options, AscendOptions)
         self._options = options
 
     @cached_property
@@ -373,6 +375,7 @@ class ACLGraphWrapper(GraphWrapper):
     """A `GraphWrapper` whose graphs are ACL graphs. Their updates may come after the launch."""
 
     platform_name = "ascend"
+    platform_class = AscendPlatform
     entry_class = DeferrableEntry
 
     def destroy_graphs(self, descriptor: BatchDescriptor | None) -> None:

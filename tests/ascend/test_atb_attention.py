@@ -68,6 +68,33 @@ def test_atb_attention_equals_eager_under_every_device_schedule(schedule, place)
         equals_eager(*place, 24)
 
 
+def test_query_lengths_left_out_of_updates_are_those_of_the_graph():
+    decoder = KINDS["speculative"](2)
+    with runner(decoder, platform_of(WAYS[0])) as run:
+        run.capture()
+        todo = steps(decoder, 8)
+        outputs = []
+        for place, step in enumerate(todo):
+            if place % 3:
+                del step.updates["attention"]["qseqlen"]
+            outputs.append(replayed(run, step))
+        assert differing([out.cpu() for out in outputs], eager_outputs(run, todo)) == []
+
+
+def test_query_lengths_that_are_not_the_batchs_are_refused_before_the_launch():
+    """A sum that ATB cannot serve would end torch_npu's launch queue."""
+    decoder = KINDS["speculative"](2)
+    with runner(decoder, platform_of(WAYS[0])) as run:
+        run.capture()
+        step = next(each for each in steps(decoder, 20) if each.batch.num_reqs == 3)
+        right = step.updates["attention"]
+        for wrong in ([0, 2, 4], [1, 1, 1], [2, 4, 6], [3, 3, 3]):
+            updates = {"attention": {**right, "qseqlen": wrong}}
+            with pytest.raises(InvalidUpdateError, match="add up"):
+                run(step.batch, updates=updates, **step.values)
+        assert differing([replayed(run, step).cpu()], eager_outputs(run, [step])) == []
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(("kind", "way"), PLACES, ids=ids)
 @pytest.mark.parametrize("schedule", SCHEDULES)

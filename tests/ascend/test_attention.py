@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from graphrt import BatchDescriptor, forward_context
+from graphrt import BatchDescriptor, UpdatableTask, forward_context
 from graphrt.ascend import attention
 from graphrt.ascend.attention import operators
-from graphrt.core.base.errors import InvalidInputError, InvalidUpdateError
+from graphrt.core.base.errors import InvalidInputError, InvalidOptionError, InvalidUpdateError
 
 DECODE = BatchDescriptor(4, 4, uniform=True, query_len=1)
 LENGTHS = [5, 6]
@@ -145,6 +145,24 @@ def test_lengths_at_capture_are_the_worst_case_of_the_graph():
     assert updates == {"actual_seq_lengths": [8], "actual_seq_lengths_kv": [64]}
 
 
+@pytest.mark.parametrize(
+    ("descriptor", "queries"),
+    [
+        (BatchDescriptor(8, 4, uniform=True, query_len=2), [2, 2, 2, 2]),
+        (BatchDescriptor(8, uniform=True, query_len=2), [2, 2, 2, 2]),
+        (BatchDescriptor(5, 2), [2, 3]),
+        (BatchDescriptor(8), [8]),
+    ],
+)
+def test_query_lengths_at_capture_add_up_to_the_graphs_tokens(npu, descriptor, queries):
+    task = attention.mla_attention(max_kv_len=64, query_lens=True)
+    assert task.at_capture is not None
+    worst = task.at_capture(descriptor)
+    assert worst == {"context_lens": [64] * len(queries), "qseqlen": queries}
+    call(task, worst, *range(5), 8, 1.0, 1, output="out", descriptor=descriptor)
+    assert npu.calls[0][2]["qseqlen"] == queries
+
+
 def test_padding_tokens_of_a_mixed_batch_need_a_spare_request(npu):
     mixed = BatchDescriptor(8, 4)
     updates = {"actual_seq_lengths": [1, 2, 3, 6], "actual_seq_lengths_kv": [9] * 4}
@@ -189,6 +207,66 @@ def test_update_attn_params_reads_the_lengths_of_one_rank_of_context_parallelism
     no_decodes = metadata(num_computed_tokens_of_dcp=None)
     updates = attention.update_attn_params(task, no_decodes, cp_rank=(1,))
     assert updates["a"]["actual_seq_lengths_kv"] == [9, 5]
+
+
+@pytest.mark.parametrize("wrong", [0, "0", (-1,), (2,), (True,), ("a",), (1.0,), (0, 0)])
+def test_a_cp_rank_that_the_metadata_does_not_have_is_refused(wrong):
+    """The last rank's lengths for -1 would be right for no other rank."""
+    task = attention.fused_infer_attention(max_kv_len=64)
+    lengths = SimpleNamespace(num_computed_tokens_of_dcp=torch.tensor([[5, 4], [3, 2]]))
+    metadata = {"a": SimpleNamespace(decode_meta=lengths, actual_seq_lengths_q=[1, 2])}
+    with pytest.raises(InvalidUpdateError, match="rank"):
+        attention.update_attn_params(task, metadata, cp_rank=wrong)
+
+
+@pytest.mark.parametrize("update", ["update_attn_params", "update_mla_attn_params"])
+def test_updates_of_what_is_no_task_or_no_metadata_by_layer_are_refused(update):
+    update = getattr(attention, update)
+    task = attention.fused_infer_attention(max_kv_len=64)
+    layer = SimpleNamespace(seq_lens_list=[3, 4], actual_seq_lengths_q=[1, 2])
+    for wrong in ([layer], None, layer):
+        with pytest.raises(InvalidOptionError, match="'attn_metadata'"):
+            update(task, wrong)
+    for wrong in (3, UpdatableTask("attention", print, {})):
+        with pytest.raises(InvalidOptionError, match="'task'"):
+            update(wrong, {"a": layer})
+    for wrong in (None, SimpleNamespace()):
+        with pytest.raises(InvalidUpdateError, match="seq_lens_list"):
+            update(task, {"a": wrong})
+
+
+@pytest.mark.parametrize("wrong", [0, -1, "2", 1.5, True])
+def test_update_mla_attn_params_refuses_a_query_length_that_is_no_count(wrong):
+    task = attention.mla_attention(max_kv_len=64, query_lens=True)
+    with pytest.raises(InvalidUpdateError, match="query_len=1"):
+        attention.update_mla_attn_params(task, {}, query_len=wrong)
+
+
+@pytest.mark.parametrize(
+    "make", [attention.fused_infer_attention, attention.fused_infer_attention_v2]
+)
+def test_a_layout_with_tokens_has_query_lengths_and_one_that_is_none_is_refused(make):
+    for layout in ("TND", "NTD", "NTD_TND", "TND_NTD"):
+        assert make(max_kv_len=64, layout=layout).adds_up
+    for layout in ("BSH", "BSND", "BNSD", "BNSD_BSND", "BSH_NBSD"):
+        assert make(max_kv_len=64, layout=layout).queries is None
+    for wrong in ("tnd", "xyz", "", 3, None):
+        with pytest.raises(InvalidOptionError, match='layout="TND"'):
+            make(max_kv_len=64, layout=wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"max_kv_len": each} for each in (None, 0, -1, True, "512", 512.0)),
+        *({"least_kv_len": each} for each in (None, -1, True, "1")),
+        *({name: 1} for name in ("spare_request", "cumulative", "queries")),
+    ],
+    ids=str,
+)
+def test_an_attention_task_of_wrong_arguments_is_refused_by_their_names(wrong):
+    with pytest.raises(InvalidOptionError, match=next(iter(wrong))):
+        attention.attention_task("attention", print, **{"keys": "k", "max_kv_len": 5, **wrong})
 
 
 def test_update_mla_attn_params_reads_the_lengths_of_this_rank_of_context_parallelism():

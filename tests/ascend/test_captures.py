@@ -22,6 +22,7 @@ from graphrt.ascend.watchdog import Watchdog
 from graphrt.core.base.errors import (
     CaptureError,
     DeviceHangError,
+    InvalidOptionError,
     NestedCaptureError,
     StreamBudgetError,
 )
@@ -348,6 +349,17 @@ def test_a_wrapper_without_a_pool_captures_on_an_npu():
     assert wrapper.pool.platform.name == "ascend"
     assert wrapper.pool.platform.device_type == "npu"
     wrapper.pool.close()
+
+
+def test_an_acl_graph_wrapper_refuses_the_pool_of_another_platform():
+    with pytest.raises(InvalidOptionError, match=r"'cpu'[\s\S]*GraphPool\('ascend'\)"):
+        ACLGraphWrapper(lambda x: x + 1, "FULL", pool=GraphPool("cpu"))
+
+
+@pytest.mark.parametrize("options", ["x", {"reserve_streams": 8}])
+def test_an_ascend_platform_refuses_options_of_another_type(options):
+    with pytest.raises(InvalidOptionError, match="options=AscendOptions"):
+        AscendPlatform(options)
 
 
 class Broken(Decoder):

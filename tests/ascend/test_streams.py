@@ -90,6 +90,24 @@ FORMULA = [
 ]
 
 
+def test_the_domains_of_a_deployment_may_be_a_list_but_no_text() -> None:
+    listed = Deployment(64, domains=["tp"])  # type: ignore[arg-type]
+    assert listed == Deployment(64, domains=frozenset({"tp"}))
+    assert update_aclgraph_sizes([1, 2, 4, 8], listed) == (1, 2, 4, 8)
+    wrong: Any
+    for wrong in ("tp", 3, [["tp"]], [3, "zz"]):
+        with pytest.raises(InvalidOptionError, match=r"domains?[\s\S]*domains={"):
+            Deployment(64, domains=wrong)
+
+
+def test_update_aclgraph_sizes_refuses_what_is_no_deployment_or_profile() -> None:
+    wrong: Any = 3
+    with pytest.raises(InvalidOptionError, match="model=Deployment"):
+        update_aclgraph_sizes([1, 2], wrong)
+    with pytest.raises(InvalidOptionError, match="profile="):
+        update_aclgraph_sizes([1, 2], model(64), profile=wrong)
+
+
 @pytest.mark.parametrize("profile", ["0.13", "0.18", "0.20", "last"])
 @pytest.mark.parametrize(("deployment", "count", "kept"), FORMULA)
 def test_the_stream_formula_of_each_version_gives_the_published_sizes(

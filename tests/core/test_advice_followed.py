@@ -129,6 +129,19 @@ def test_inputs_with_more_or_fewer_rows_than_the_batch_get_working_advice(given)
     assert torch.equal(run(Batch(given[0]), x=x), x + 1)
 
 
+def test_an_input_over_one_row_more_than_the_requests_is_advised_that_row_too():
+    """As a block table: its live rows alone are what the host has passed."""
+    run = captured(
+        lambda x, table: x + table[-1],
+        inputs={"x": X, "table": InputSpec(torch.float32, ("reqs+1", 4))},
+        options=GraphOptions(check="off"),
+    )
+    x = torch.ones(3, 4)
+    advice = advice_of(run, Batch(3, 3, 1), x=x, table=torch.zeros(3, 4))
+    assert "the live rows of table and the 1 more of 'reqs+1'" in advice
+    assert torch.equal(run(Batch(3, 3, 1), x=x, table=torch.zeros(4, 4)), x)
+
+
 @pytest.mark.parametrize("names", [("xs",), ("x", "y"), ()])
 def test_a_step_with_missing_or_unknown_inputs_names_them(names):
     missing, unknown = sorted({"x"} - {*names}), sorted({*names} - {"x"})

@@ -77,8 +77,71 @@ def test_padding_tokens_of_a_uniform_graph_are_spread_over_its_padding_requests(
 
 def test_padding_requests_of_a_uniform_graph_have_its_query_length():
     arg = HostArg("reqs", "query_len")
-    assert arg.fitted("lengths", [2, 1], 8, 4, query_len=2) == [2, 1, 2, 2]
+    assert arg.fitted("lengths", [2, 2], 8, 4, query_len=2) == [2, 2, 2, 2]
     assert arg.fitted("lengths", [2, 1], 8, 4) == [2, 1, 0, 0]
+    # All requests are live: the spare one has the tokens that are left.
+    spare = HostArg("reqs+1", "query_len")
+    assert spare.fitted("lengths", [2] * 4, 8, 4, query_len=2) == [2, 2, 2, 2, 0]
+    assert spare.fitted("lengths", [2, 1], 8, 4, query_len=2) == [2, 1, 2, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ([1, 1, 1], "6 tokens up to request 3"),
+        ([0, 2, 4], "at most 2 tokens for each request"),
+        ([2, 4, 6], "at most 2 tokens for each request"),
+        ([3, 3, 3], "at most 2 tokens for each request"),
+        ([2, 2, 2, 1], "at least 8 tokens up to request 4"),
+        ([2, 2], "leaves out live reqs"),
+    ],
+)
+def test_query_lengths_that_are_not_the_batchs_are_refused(value, text):
+    """Running sums among them: an operator would read other tokens for a request."""
+    arg, live = HostArg("reqs", "query_len"), Batch(6, 3, 2)
+    with pytest.raises(InvalidUpdateError, match=text):
+        arg.fitted("lengths", value, 8, 4, query_len=2, live=live)
+    for right in ([2, 2, 2], [2, 2, 2, 2]):
+        assert arg.fitted("lengths", right, 8, 4, query_len=2, live=live) == [2] * 4
+
+
+def test_query_lengths_of_a_mixed_batch_add_up_to_its_live_tokens():
+    arg, live = HostArg("reqs", "query_len", least=0), Batch(6, 3)
+    assert arg.fitted("lengths", [1, 2, 3], 8, 4, live=live) == [1, 2, 3, 0]
+    # Tokens of padding need no request: no sum says where they end.
+    assert arg.fitted("lengths", [1, 2, 3], 8, 3, live=live) == [1, 2, 3]
+    for wrong in ([1, 2, 2], [1, 3, 6], [7, -1, 0]):
+        with pytest.raises(InvalidUpdateError, match=r"add up|bounds"):
+            arg.fitted("lengths", wrong, 8, 4, live=live)
+
+
+QUERIES = {"keys": HostArg("reqs"), "queries": HostArg("reqs", "query_len", optional=True)}
+
+
+@pytest.mark.parametrize(
+    ("descriptor", "live", "expected"),
+    [
+        (BatchDescriptor(8, 4, True, query_len=2), Batch(6, 3, 2), [2, 2, 2, 2]),
+        (BatchDescriptor(8, 4, True, query_len=2), None, [2, 2, 2, 2]),
+        (BatchDescriptor(8, 4), Batch(6, 3, 2), [2, 2, 2, 0]),
+    ],
+)
+def test_query_lengths_left_out_of_an_update_are_that_of_the_graph_or_the_batch(
+    descriptor, live, expected
+):
+    task = UpdatableTask("attention", print, QUERIES)
+    context = ForwardContext(GraphMode.FULL, descriptor, live=live)
+    filled = task.fitted({"keys": [5, 6, 7]}, context)
+    assert filled == {"keys": [5, 6, 7, 0], "queries": expected}
+    # So that a graph which was captured with them, or without, takes both.
+    assert task.fitted({"keys": [5, 6, 7], "queries": expected}, context) == filled
+
+
+def test_query_lengths_left_out_of_a_mixed_batch_are_refused():
+    task = UpdatableTask("attention", print, QUERIES)
+    context = ForwardContext(GraphMode.FULL, BatchDescriptor(8, 4), live=Batch(6, 3))
+    with pytest.raises(InvalidUpdateError, match=r"left out[\s\S]*queries[\s\S]*query_len"):
+        task.fitted({"keys": [5, 6, 7]}, context)
 
 
 @pytest.mark.parametrize("value", [[1, 4], [3], [2, 3], [1], [2, 4, 6, 7]])

@@ -33,6 +33,7 @@ from graphrt.errors import (
     MissingUpdateError,
     PoolClosedError,
     PoolError,
+    TaskContractError,
 )
 
 FULL, D, LAZY = GraphMode.FULL, BatchDescriptor(4), GraphOptions(lazy=True)
@@ -231,6 +232,50 @@ def test_run_padded_eagerly_refuses_the_dispatch_of_another_runner():
 def padded_eagerly(runner: GraphRunner, batch: Batch, values: Any, updates: Any) -> Any:
     hit = runner.dispatcher.dispatch(batch)
     return runner.run_padded_eagerly(batch, hit, values, updates)
+
+
+def scaled(issue: Any, workspace: Any = None, options: GraphOptions | None = None) -> GraphRunner:
+    """A runner whose forward has one task, which `issue` issues."""
+    by = {"by": HostArg(None)}
+    task = UpdatableTask(
+        "scale", issue, by, at_capture=lambda descriptor: {"by": 1}, workspace=workspace
+    )
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        task(x, out)
+        return out
+
+    inputs = {"x": InputSpec(torch.float32, ("tokens", 4))}
+    return GraphRunner(
+        forward, mode="FULL", sizes=[2], inputs=inputs, platform="cpu", options=options
+    )
+
+
+@pytest.mark.parametrize("returned", [None, torch.zeros(1), [1]])
+def test_a_workspace_function_that_returns_no_mapping_is_refused_by_its_task(returned):
+    runner = scaled(
+        lambda x, out, *, by, workspace=None: torch.mul(x, by, out=out),
+        workspace=lambda *args, **kwargs: returned,
+    )
+    with pytest.raises(InvalidOptionError, match=r"workspace\(\) of task 'scale'"):
+        runner.capture()
+
+
+@pytest.mark.parametrize("warmups", [0, 1])
+def test_a_task_that_is_called_inside_of_another_ones_issue_is_refused(warmups):
+    """On Ascend a bracket inside of a bracket ends torch_npu's launch queue."""
+    inner = UpdatableTask(
+        "inner",
+        lambda x, out, *, by: torch.mul(x, by, out=out),
+        {"by": HostArg(None)},
+        at_capture=lambda descriptor: {"by": 1},
+    )
+    options = GraphOptions(warmups=warmups, check="off")
+    runner = scaled(lambda x, out, *, by: inner(x, out), options=options)
+    for _ in range(2):
+        with pytest.raises(TaskContractError, match="'inner' is called inside of another task"):
+            runner.capture()
 
 
 def verified(runner: GraphRunner, batch: Batch, values: Any, updates: Any) -> Any:

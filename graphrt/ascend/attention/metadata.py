@@ -9,6 +9,7 @@ import torch
 
 from graphrt.ascend.attention.task import AttentionTask, listed
 from graphrt.core.base.errors import InvalidUpdateError
+from graphrt.core.base.option_values import check_kind, count_of, items_of
 from graphrt.core.replay.tasks import HostValues
 
 
@@ -20,9 +21,16 @@ def update_attn_params(
     Reads what vllm-ascend calls `seq_lens_list` (or `seq_lens`) and `actual_seq_lengths_q` (or
     `query_start_loc_list`), which are running sums. With context parallelism the keys are those of
     `cp_rank`: `(dcp_rank,)`, or `(pcp_rank, dcp_rank)` where vllm-ascend counts by both. Raises
-    `InvalidUpdateError` where a layer has none of them, or needs `cp_rank`.
+    `InvalidUpdateError` where a layer has none of them, or needs another `cp_rank`, and
+    `InvalidOptionError` for other arguments of a wrong type.
     """
-    return _by_layer(attn_metadata, lambda metadata: _lengths_of(task, metadata, cp_rank))
+    if cp_rank is not None:
+        ranks = items_of("cp_rank", cp_rank, "(0,)", InvalidUpdateError)
+        cp_rank = tuple(
+            count_of("a rank of cp_rank", rank, least=0, error=InvalidUpdateError, example=0)
+            for rank in ranks
+        )
+    return _by_layer(task, attn_metadata, lambda metadata: _lengths_of(task, metadata, cp_rank))
 
 
 def update_mla_attn_params(
@@ -31,8 +39,10 @@ def update_mla_attn_params(
     """`updates=` for a step of MLA layers, from the `decode` part of each layer's metadata.
 
     With context parallelism it is `cp_seq_len`, of this rank. `query_len` is that of speculative
-    decoding, where every request has as many tokens.
+    decoding, where every request has as many tokens. Raises as `update_attn_params` does.
     """
+    if query_len is not None:
+        query_len = count_of("query_len", query_len, least=1, error=InvalidUpdateError)
 
     def lengths(metadata: Any) -> HostValues:
         decode = getattr(metadata, "decode", metadata)
@@ -41,7 +51,7 @@ def update_mla_attn_params(
         keys = _keys_of(decode)
         return task.lengths(keys, _queries(task, [query_len * (i + 1) for i in range(len(keys))]))
 
-    return _by_layer(attn_metadata, lengths)
+    return _by_layer(task, attn_metadata, lengths)
 
 
 def _lengths_of(
@@ -64,12 +74,18 @@ def _keys_of(metadata: Any, cp_rank: tuple[int, ...] | None = None) -> Any:
             continue
         if not isinstance(lengths, torch.Tensor):
             lengths = torch.as_tensor(lengths, device="cpu")
-        if cp_rank is None or len(cp_rank) != lengths.dim() - 1:
+        sizes = lengths.shape[1:]
+        if (
+            cp_rank is None
+            or len(cp_rank) != len(sizes)
+            or any(rank >= size for rank, size in zip(cp_rank, sizes, strict=True))
+        ):
             raise InvalidUpdateError(
                 "the attention metadata is of context parallelism, where each rank has lengths of "
                 "its own",
                 got=f"cp_rank={cp_rank}, {by_rank} of shape {tuple(lengths.shape)}",
-                expected=f"a tuple of {lengths.dim() - 1}: the rank on each axis behind the first",
+                expected=f"a tuple of {len(sizes)}: the rank on each axis behind the first, each "
+                "below the axis's size",
                 advice="update_attn_params(..., cp_rank=(dcp_rank,))",
             )
         of_rank: Any = (slice(None), *cp_rank)
@@ -86,8 +102,10 @@ def _queries(task: AttentionTask, ends: Any) -> Any:
 
 
 def _by_layer(
-    attn_metadata: Mapping[str, Any], lengths: Callable[[Any], HostValues]
+    task: AttentionTask, attn_metadata: Mapping[str, Any], lengths: Callable[[Any], HostValues]
 ) -> dict[str, HostValues]:
+    check_kind("task", task, AttentionTask, optional=False, example="paged_attention(...)")
+    check_kind("attn_metadata", attn_metadata, Mapping, optional=False, example='{"layers.0": ...}')
     # Layers mostly share one object; sharing its values makes them be checked only once.
     shared: dict[int, HostValues] = {}
     for metadata in attn_metadata.values():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,9 @@ from graphrt.ascend.attention.mla import mla_options
 from graphrt.ascend.attention.task import AttentionTask, Room, attention_task
 from graphrt.ascend.driver.library import torch_npu
 from graphrt.core.base.errors import InvalidUpdateError
+from graphrt.core.base.option_values import flag, wrong_type
+
+_LAYOUT = re.compile("[BSTNDH]{3,4}(_[BSTNDH]{3,4})?")
 
 # By its number of dimensions, where a cache of the fused operators has its block size: [blocks,
 # block size, H], [blocks, heads, block size, D] or, in format NZ, [blocks, heads, D / 16, block
@@ -22,13 +26,14 @@ _FUSED_CACHES = {3: 1, 4: 2, 5: 3}
 def fused_infer_attention(
     group: str = "attention", *, max_kv_len: int, layout: str = "TND", spare_request: bool = False
 ) -> AttentionTask:
-    """`torch_npu.npu_fused_infer_attention_score.out`; in layout TND query lengths are a sum."""
+    """`torch_npu.npu_fused_infer_attention_score.out`; with tokens in its `layout`, as in
+    TND, query lengths are a sum."""
     return attention_task(
         group,
         lambda *args, **kwargs: torch_npu().npu_fused_infer_attention_score.out(*args, **kwargs),
         workspace=workspaces.of_fused,
         room=_fused_room,
-        queries="actual_seq_lengths" if layout == "TND" else None,
+        queries="actual_seq_lengths" if _has_tokens(layout) else None,
         keys="actual_seq_lengths_kv",
         max_kv_len=max_kv_len,
         cumulative=True,
@@ -39,13 +44,14 @@ def fused_infer_attention(
 def fused_infer_attention_v2(
     group: str = "attention", *, max_kv_len: int, layout: str = "TND", spare_request: bool = False
 ) -> AttentionTask:
-    """`torch_npu.npu_fused_infer_attention_score_v2.out`; in layout TND query lengths are a sum."""
+    """`torch_npu.npu_fused_infer_attention_score_v2.out`; with tokens in its `layout`, as in
+    TND, query lengths are a sum."""
     return attention_task(
         group,
         lambda *args, **kwargs: torch_npu().npu_fused_infer_attention_score_v2.out(*args, **kwargs),
         workspace=workspaces.of_fused_v2,
         room=_fused_room,
-        queries="actual_seq_qlen" if layout == "TND" else None,
+        queries="actual_seq_qlen" if _has_tokens(layout) else None,
         keys="actual_seq_kvlen",
         max_kv_len=max_kv_len,
         cumulative=True,
@@ -77,6 +83,7 @@ def mla_attention(
 
     MLA by way of `npu_fused_infer_attention_score` is `fused_infer_attention`.
     """
+    flag("query_lens", query_lens)
     return attention_task(
         group,
         _issue_mla_attention,
@@ -87,6 +94,14 @@ def mla_attention(
         workspace=workspaces.of_mla,
         room=_room_of(("ctkv", 2), ("block_tables", 4), ("kv_headnum", 7)),
     )
+
+
+def _has_tokens(layout: str) -> bool:
+    """Whether requests are one behind another in a layout, which may name that of the output too.
+    Raises `InvalidOptionError` for a text that is none."""
+    if not isinstance(layout, str) or not _LAYOUT.fullmatch(layout):
+        raise wrong_type("layout", layout, "TND, BSND, BNSD, BSH or another one", 'layout="TND"')
+    return "T" in layout
 
 
 def _fused_room(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
 
 from graphrt.core.base.errors import InvalidUpdateError
-from graphrt.core.base.option_values import shown
+from graphrt.core.base.option_values import check_kind, count_of, flag, shown
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.replay.tasks import HostArg, HostValues, UpdatableTask
 
@@ -73,24 +74,34 @@ def attention_task(
 
     `max_kv_len` is the number of keys of every request at warm-up and capture, and no step may have
     more. `cumulative` says that `queries` is a running sum, which must end at the number of tokens.
-    Other `queries` are the tokens of each request, and an update may leave them out. With
-    `spare_request` the lists have one entry more than the graph has requests, to which padding
-    tokens belong when all requests are live: for graphs of mixed batches. No live request may have
-    fewer than `least_kv_len` keys. `workspace` is that of `UpdatableTask`; `room` tells how many
-    keys the block table of a call has room for.
+    Other `queries` are the tokens of each request, and an update may leave them out where the graph
+    or the batch has one query length. With `spare_request` the lists have one entry more than the
+    graph has requests, to which padding tokens belong when all requests are live: for graphs of
+    mixed batches. No live request may have fewer than `least_kv_len` keys. `workspace` is that of
+    `UpdatableTask`; `room` tells how many keys the block table of a call has room for.
+
+    Raises `InvalidOptionError`.
     """
+    check_kind("keys", keys, str, optional=False)
+    check_kind("queries", queries, str)
+    max_kv_len = count_of("max_kv_len", max_kv_len, least=1)
+    least_kv_len = count_of("least_kv_len", least_kv_len, least=0)
+    flag("cumulative", cumulative)
+    flag("spare_request", spare_request)
     axis: Literal["reqs", "reqs+1"] = "reqs+1" if spare_request else "reqs"
     pad: Literal["cumulative", "query_len"] = "cumulative" if cumulative else "query_len"
 
     def at_capture(descriptor: BatchDescriptor) -> HostValues:
         # One entry for each request: `HostArg` pads the lists, and adds the entry of "reqs+1".
-        reqs, tokens = descriptor.num_reqs or 1, descriptor.num_tokens
+        tokens = descriptor.num_tokens
+        reqs = descriptor.num_reqs or tokens // (descriptor.query_len or tokens)
         worst: dict[str, Any] = {keys: [max_kv_len] * reqs}
         if queries is not None:
             query_len = descriptor.query_len or tokens // reqs
-            ends = [min(tokens, query_len * (i + 1)) for i in range(reqs)]
             # The last request has the rest: 5 tokens of 2 requests end at [2, 5].
-            worst[queries] = [*ends[:-1], tokens] if cumulative else [query_len] * reqs
+            ends = [*(min(tokens, query_len * (i + 1)) for i in range(reqs - 1)), tokens]
+            lengths = [end - start for start, end in pairwise([0, *ends])]
+            worst[queries] = ends if cumulative else lengths
         return worst
 
     host_args = {keys: HostArg(axis, "zero", least=least_kv_len, most=max_kv_len)}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from graphrt.core.base.errors import InvalidOptionError
-from graphrt.core.base.option_values import count_of, shown
+from graphrt.core.base.option_values import check_kind, count_of, items_of, shown
 from graphrt.core.batch.modes import GraphMode, Mode
 from graphrt.core.plan.budget import GraphCost
 from graphrt.core.plan.sizes import check_sizes
@@ -41,14 +41,17 @@ class Deployment:
     other_kernels: int = 20
 
     def __post_init__(self) -> None:
-        unknown = sorted(set(self.domains).difference(DOMAINS))
+        domains = items_of("domains", self.domains, '{"tp"}')
+        unknown = [domain for domain in domains if domain not in DOMAINS]
         if unknown:
             raise InvalidOptionError(
                 "unknown communication domain",
-                got=", ".join(unknown),
+                got=shown(unknown),
                 expected=", ".join(DOMAINS),
                 advice='domains={"tp"}',
             )
+        # The only way to set a field of a frozen dataclass.
+        object.__setattr__(self, "domains", frozenset(domains))
         for name, least in (
             ("layers", 1),
             ("multi_stream", 0),
@@ -189,11 +192,13 @@ def update_aclgraph_sizes(
     Raises `InvalidOptionError`, for an unknown profile too.
     """
     checked = check_sizes(sizes)
+    check_kind("model", model, Deployment, optional=False, example="Deployment(layers=64)")
     mode = GraphMode.parse(mode)
     if not mode.has_piecewise:
         return checked
     full_graphs = len(checked) if mode.has_full else 0
-    if isinstance(profile, str):
+    if not isinstance(profile, Profile):
+        check_kind("profile", profile, str, optional=False, example='"0.20"')
         profile = profile_named(profile)
     return evenly_spaced(checked, profile.capacity(model, full_graphs))
 

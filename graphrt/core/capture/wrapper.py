@@ -181,6 +181,8 @@ class GraphWrapper(errors.Uncopied):
 
     platform_name: str | None = None
     """The platform a subclass belongs to; None is the current one."""
+    platform_class: type = Platform
+    """That of the pools it takes."""
     entry_class: type[Entry] = Entry
     """What a capture makes."""
 
@@ -220,6 +222,13 @@ class GraphWrapper(errors.Uncopied):
                 advice="nest a FULL wrapper around PIECEWISE ones for FULL_AND_PIECEWISE",
             )
         self.pool = GraphPool(self.platform_name) if pool is None else pool
+        if not isinstance(self.pool.platform, self.platform_class):
+            raise option_values.refused(
+                f"{type(self).__name__} cannot use a pool of another platform",
+                self.pool.platform.name,
+                self.platform_class.__name__,
+                f"pool=GraphPool({self.platform_name!r}), or GraphWrapper for any pool",
+            )
         self.options = options or GraphOptions()
         mode = None if graphs_off() else self.runtime_mode
         self._graphs = WrapperGraphs(mode, self.pool, self.options, read_context, trials)

@@ -165,8 +165,10 @@ def check_value(
         advice = f"{name}.to({spec.dtype}), or change its InputSpec"
     elif value.dim() != len(spec.shape) if live is None else value.shape != live:
         wrong, got = "has the wrong shape", tuple(value.shape)
+        axis, _ = spec.batch_axis()
+        extra = f" and the {axis.extra} more of '{axis}'" if axis and axis.extra else " alone"
         advice = (
-            f"the live rows of {name} alone, which graphrt pads, in the declared order; or "
+            f"the live rows of {name}{extra}, which graphrt pads, in the declared order; or "
             "Batch(...) with their number"
         )
     elif _in_memory(name, value, cause):

@@ -86,8 +86,8 @@ drawn_from: ContextVar[Collection[torch.Generator]] = ContextVar("graphrt_genera
 has to know them before its capture begins."""
 
 in_task: ContextVar[bool] = ContextVar("graphrt_task", default=False)
-"""Whether the operators of a task are issued eagerly in this thread: what they make of its host
-arguments is made again at every replay."""
+"""Whether the operators of a task are issued in this thread: what they make of its host arguments
+is made again at every replay."""
 
 under_way: set[int] = set()
 """Captures and warm-ups in any thread, by their `id`. While it is empty, as mostly, a step asks no

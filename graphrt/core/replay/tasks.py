@@ -13,16 +13,21 @@ import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, Final, Literal, NamedTuple
 
 import torch
 
 from graphrt.core.base import option_values, tree
 from graphrt.core.base._undo import Undo, note, undoing
-from graphrt.core.base.errors import InvalidOptionError, InvalidUpdateError, MissingUpdateError
+from graphrt.core.base.errors import (
+    InvalidOptionError,
+    InvalidUpdateError,
+    MissingUpdateError,
+    TaskContractError,
+)
 from graphrt.core.batch.context import ForwardContext, current_context
-from graphrt.core.batch.descriptor import Axis, Batch, BatchDescriptor
+from graphrt.core.batch.descriptor import Axis, Batch, BatchDescriptor, live_query_len
 from graphrt.core.replay.recording import counted, current_capture, in_task
 
 HostValues = Mapping[str, Any]
@@ -64,7 +69,7 @@ class _Fault(NamedTuple):
     expected: str
     advice: str = (
         "pass one value for each live request, in the order of the batch; cumulative ones are the "
-        "running sum of its query lengths"
+        "running sum of its query lengths, others no sum"
     )
 
 
@@ -73,12 +78,13 @@ class HostArg:
     """One host argument of a task.
 
     `axis` None is a scalar. A list over "reqs" or "tokens" is padded to the graph's size: with
-    `pad` "zero", with "repeat" of its last value, with "query_len" (the tokens of each request of a
-    uniform graph, else zero), or as "cumulative" query lengths, whose padding ends at the graph's
-    number of tokens: in a uniform graph each padding request has its query length, in others the
-    last one has all. "reqs+1" has room for one request more, to which padding
-    tokens can belong when all requests are live. An `optional` one may be left out of updates.
-    `least` and `most` bound every value of a list.
+    `pad` "zero", with "repeat" of its last value, or as query lengths, which must add up to the
+    batch and the graph: "query_len" ones are the tokens of each request, "cumulative" ones their
+    running sum. In a uniform graph each padding request has its query length. In others it has no
+    token, but the last one of "cumulative" lengths has all of the padding. "reqs+1" has room for
+    one request more, to which padding tokens can belong when all requests are live. An `optional`
+    one may be left out of updates: everywhere, at capture too, or, with `pad` "query_len", where
+    the graph or the batch has one query length. `least` and `most` bound every value of a list.
 
     Raises `InvalidInputError` for an axis that does not exist, `InvalidOptionError` for a `least`
     above `most`.
@@ -132,8 +138,8 @@ class HostArg:
         is_of_tokens = axis.counts == "tokens"
         needed = 0 if live is None else (live.num_tokens if is_of_tokens else live.num_reqs) or 0
         fault = self._fault(axis, values, missing, needed)
-        if fault is None and self.pad == "cumulative":
-            fault = _uneven(values, missing, tokens, query_len, needed, live)
+        if fault is None and self.pad in ("cumulative", "query_len"):
+            fault = self._uneven(values, missing, tokens, query_len, needed, live)
         if fault is not None:
             raise InvalidUpdateError(
                 f"host argument {key!r} {fault.what}",
@@ -141,15 +147,20 @@ class HostArg:
                 expected=fault.expected,
                 advice=fault.advice,
             )
-        return values + self._padding(values[-1], missing, tokens, query_len)
+        return values + self._padding(values, missing, tokens, query_len)
 
-    def _padding(self, last: int, missing: int, tokens: int, query_len: int | None) -> list[int]:
-        if self.pad != "cumulative":
-            value = {"zero": 0, "query_len": query_len or 0, "repeat": last}[self.pad]
-            return [value] * missing
-        if query_len is None:
+    def _padding(
+        self, values: list[int], missing: int, tokens: int, query_len: int | None
+    ) -> list[int]:
+        last = values[-1]
+        if self.pad == "cumulative" and query_len is None:
             return [last] * (missing - 1) + [tokens] * (missing > 0)
-        return [min(tokens, last + query_len * (i + 1)) for i in range(missing)]
+        if self.pad == "cumulative" and query_len is not None:
+            return [min(tokens, last + query_len * (i + 1)) for i in range(missing)]
+        if self.pad == "query_len" and query_len is not None:
+            left_over = tokens - sum(values)
+            return [max(0, min(query_len, left_over - query_len * i)) for i in range(missing)]
+        return [last if self.pad == "repeat" else 0] * missing
 
     def _fault(self, axis: Axis, values: list[int], missing: int, needed: int) -> _Fault | None:
         """What is wrong with `values`, or None. They are `missing` values shorter than the graph's
@@ -164,35 +175,40 @@ class HostArg:
             return _Fault(f"leaves out live {axis.name}", f"one for each of {needed}")
         return None
 
-
-def _uneven(
-    values: list[int],
-    missing: int,
-    tokens: int,
-    query_len: int | None,
-    needed: int,
-    live: Batch | None,
-) -> _Fault | None:
-    """What is wrong with cumulative lengths: see `HostArg._fault`."""
-    lengths, left_over = [b - a for a, b in pairwise([0, *values])], tokens - values[-1]
-    # No request of a graph has more.
-    most = query_len or tokens
-    if min(lengths) < 0 or max(lengths) > most or left_over < 0:
-        expected = f"rising values of at most {tokens}, each at most {most} more"
-        return _Fault("does not add up", expected)
-    if live and needed and values[needed - 1] != live.num_tokens:
-        return _Fault("does not add up to the batch", f"{live.num_tokens} at request {needed}")
-    if left_over > most * missing:
-        expected = f"the last one to be at least {tokens - most * missing}"
-        if query_len is not None:
+    def _uneven(
+        self,
+        values: list[int],
+        missing: int,
+        tokens: int,
+        query_len: int | None,
+        needed: int,
+        live: Batch | None,
+    ) -> _Fault | None:
+        """What is wrong with query lengths: see `_fault`."""
+        is_sum = self.pad == "cumulative"
+        ends = values if is_sum else list(accumulate(values))
+        lengths = [b - a for a, b in pairwise([0, *values])] if is_sum else values
+        left_over = tokens - ends[-1]
+        # No request of a graph has more.
+        most = query_len or tokens
+        if min(lengths) < 0 or max(lengths) > most or left_over < 0:
+            expected = f"at most {most} tokens for each request, in all at most {tokens}"
             return _Fault("does not add up", expected)
-        return _Fault(
-            "does not add up: no request is left that the padding tokens could belong to",
-            f"{expected}, or one request of padding",
-            'declare host arguments over "reqs+1" (attention tasks: spare_request=True), and the '
-            "block table too",
-        )
-    return None
+        if live and needed and ends[needed - 1] != live.num_tokens:
+            expected = f"{live.num_tokens} tokens up to request {needed}"
+            return _Fault("does not add up to the batch", expected)
+        # Without a query length a graph has no token for the padding requests of "query_len".
+        if left_over > most * missing and (is_sum or query_len is not None):
+            expected = f"at least {tokens - most * missing} tokens up to request {len(values)}"
+            if query_len is not None:
+                return _Fault("does not add up", expected)
+            return _Fault(
+                "does not add up: no request is left that the padding tokens could belong to",
+                f"{expected}, or one request of padding",
+                'declare host arguments over "reqs+1" (attention tasks: spare_request=True), and '
+                "the block table too",
+            )
+        return None
 
 
 def _whole(key: str, value: Any, axis: str) -> list[int]:
@@ -268,9 +284,16 @@ class UpdatableTask:
     def __call__(self, *args: Any, task: str | None = None, **kwargs: Any) -> None:
         """Issue, or capture, the task `task` of this group with this step's host values.
 
-        Raises `MissingUpdateError` if the step has none, `InvalidUpdateError` if they do not fit.
+        Raises `MissingUpdateError` if the step has none, `InvalidUpdateError` if they do not fit,
+        `TaskContractError` inside of another task's `issue`.
         """
         name = self.group if task is None else task
+        if in_task.get():
+            raise TaskContractError(
+                f"task {name!r} is called inside of another task's issue",
+                expected="operators alone in what issues a task",
+                advice="call the one task behind the other in the forward",
+            )
         context = current_context()
         capture = current_capture()
         if context is not None and context.capture is not None:
@@ -281,7 +304,7 @@ class UpdatableTask:
             work = counted.get()
             if work is not None:
                 work.tasks += 1
-            self._issue_eagerly(partial(self.issue, *args, **kwargs, **values))
+            self._issued(partial(self.issue, *args, **kwargs, **values))
             return
         assert context is not None
         worst = values
@@ -290,16 +313,23 @@ class UpdatableTask:
         self.check_call(name, args, kwargs, worst)
         if self.workspace is not None and "workspace" not in kwargs:
             # Before the bracket begins, in which nothing may be allocated.
-            kwargs = {**kwargs, **self.workspace(*args, **kwargs, **worst)}
+            scratch: object = self.workspace(*args, **kwargs, **worst)
+            if not isinstance(scratch, Mapping):
+                what, advice = "a mapping of keywords", 'return {"workspace": tensor}'
+                raise option_values.refused(
+                    f"workspace() of task {name!r} returns no mapping", scratch, what, advice
+                )
+            kwargs = {**kwargs, **scratch}
         capture.check_read((args, kwargs), f"task {name!r} is given")
-        handle = capture.bracketed(partial(self.issue, *args, **kwargs, **values))
+        issue = partial(self.issue, *args, **kwargs, **values)
+        handle = self._issued(partial(capture.bracketed, issue))
         args, kwargs = tree.map_leaves(capture.captured_ref, (args, kwargs))
         capture.add_task(CapturedTask(self, name, handle, args, kwargs, values))
 
     @undoing
-    def _issue_eagerly(self, undo: Undo, issue: Callable[[], object]) -> None:
+    def _issued(self, undo: Undo, issue: Callable[[], object]) -> object:
         undo.set(in_task, True)
-        issue()
+        return issue()
 
     def check_call(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], values: HostValues
@@ -370,6 +400,24 @@ class UpdatableTask:
         tokens, query_len = descriptor.num_tokens, descriptor.query_len
         reqs = context.num_reqs if descriptor.num_reqs is None else descriptor.num_reqs
         live = None if any_batch else context.live
+        left_out = [
+            key
+            for key, host_arg in self.host_args.items()
+            if host_arg.optional and host_arg.pad == "query_len" and key not in values
+        ]
+        # Filled in: an operator may not lose an argument that it had at its capture.
+        each = query_len or (None if live is None else live_query_len(live))
+        if left_out and each is None:
+            raise InvalidUpdateError(
+                "query lengths are left out of a step whose requests may have others",
+                got=sorted(values),
+                expected=", ".join(left_out),
+                advice="pass the tokens of each request, or a Batch with its query_len where they "
+                "all have that many",
+            )
+        if left_out and each is not None:
+            lengths = [each] * ((tokens if live is None else live.num_tokens) // each)
+            values = {**values, **dict.fromkeys(left_out, lengths)}
         return {
             key: host_arg.fitted(key, values[key], tokens, reqs, query_len=query_len, live=live)
             for key, host_arg in self.host_args.items()
