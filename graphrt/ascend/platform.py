@@ -367,7 +367,7 @@ class AscendPlatform(Platform):
 
     def forget_update(self, graph: Any, updates: Sequence[TaskUpdate]) -> None:
         """Take back an update of `updating` whose launch did not come: its signals would start the
-        next step's tasks too early."""
+        next step's tasks too early. End a launch whose update did not come, with old arguments."""
         self._tasks.forget(graph, updates)
 
 

@@ -43,8 +43,7 @@ class WaitingStep:
         self._context = context
         self._all_tasks = all_tasks
         self._was_mixed = was_mixed
-        # Taken by `_first`; and whether `expire` was first.
-        self._is_open = True
+        # Whether `expire` has ended it.
         self._is_expired = False
 
     def __repr__(self) -> str:
@@ -69,31 +68,22 @@ class WaitingStep:
     def end_by(self, pool: GraphPool, update: Callable[[Segment], object]) -> None:
         """End the step by `update`, which signals the tasks of the segment. After `expire` it
         raises `MissingUpdateError`, in any thread."""
-        if not self._first():
-            if self._is_expired and pool.owner is self:
-                raise self._expired_error(pool)
-            raise pool.busy_error(None)
-        self._table.mixed = True
-        try:
-            update(self._segment)
-        finally:
-            # Not before: another thread's step would replay the graph while its tasks change.
-            if pool.owner is self:
-                pool.owner = None
-        self._table.mixed = False
+        if self._end(update, pool):
+            return
+        if self._is_expired and pool.owner is self:
+            raise self._expired_error(pool)
+        raise pool.busy_error(None)
 
     def expire(self) -> bool:
         """End the graph with its old arguments, from any thread, so that the device goes on; True
         if its update has not begun. The step keeps the pool: its update, or the next step, raises.
         """
-        if not self._first():
-            return False
-        try:
-            self._update(None)
-        finally:
-            # Not before: the next step would replay the graph while its tasks are signalled.
-            self._is_expired = True
-        return True
+        return self._end(lambda segment: self._update(None), None)
+
+    def abandon(self, pool: GraphPool) -> None:
+        """End the step, which nobody can update any more, and free the pool."""
+        if not self._end(lambda segment: self._update(None), pool) and self._is_expired:
+            self._over(pool)
 
     def refusal(self, pool: GraphPool) -> GraphRTError | None:
         """End the step with the old arguments, as a next step came instead of updates; returns that
@@ -125,35 +115,59 @@ class WaitingStep:
             "vllm-ascend update_full_graph_params",
         )
 
-    def _first(self) -> bool:
-        """True for one caller alone, of all threads: it signals the tasks."""
-        return bool(self.__dict__.pop("_is_open", False))
+    def _end(self, update: Callable[[Segment], object], pool: GraphPool | None) -> bool:
+        """End the step by `update`, and free `pool`; without a pool the step is expired then. False
+        for all callers, of all threads, but the first. If it raises, the device goes on too."""
+        caller = object()
+        try:
+            # One store, which tells the handler too who signals the tasks.
+            if self.__dict__.setdefault("_ended_by", caller) is not caller:
+                return False
+            self._table.mixed = True
+            update(self._segment)
+            self._table.mixed = False
+            # Not before: another thread's step would replay the graph while its tasks change.
+            self._over(pool)
+            return True
+        except BaseException:  # in place of `@undoing`, for speed
+            if self.__dict__.get("_ended_by") is caller:
+                self._table.mixed = True
+                try:
+                    platform: Any = self._segment.platform  # Ascend's
+                    platform.forget_update(self._segment.graph, self._segment.tasks)
+                finally:
+                    self._over(pool)
+            raise
+
+    def _over(self, pool: GraphPool | None) -> None:
+        """The step has ended: free `pool`, or note that it is expired."""
+        if pool is None:
+            self._is_expired = True
+        elif pool.owner is self:
+            pool.owner = None
 
     def _update(self, values: list[HostValues] | None) -> None:
         segment = self._segment
         platform: Any = segment.platform  # Ascend's
         segment.give(values, partial(platform.update_deferred, segment.graph, segment.tasks))
 
-    def __del__(self) -> None:
-        # The engine was dropped before its update: without signals a wait for the device never
-        # ends. In a new thread, as the thread that collects this may hold the lock of an update.
-        if self._first() and not sys.is_finalizing():
-            Thread(target=self._update, args=(None,), daemon=True).start()
-
 
 class DeferrableEntry(Entry):
-    """An entry that can be launched before its updates; `waiting` is the last such launch."""
+    """An entry that can be launched before its updates; `waiting` is the last such launch, in
+    `pool`."""
 
-    __slots__ = ("waiting",)
+    __slots__ = ("pool", "waiting")
 
     def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+        self.pool: GraphPool | None = None
         self.waiting: WaitingStep | None = None
+        super().__init__(*args)
 
-    def launch(self, context: ForwardContext, *, all_tasks: bool) -> object:
+    def launch(self, context: ForwardContext, pool: GraphPool, *, all_tasks: bool) -> None:
         self.waiting = None
         if context.updates is not DEFERRED or not self.tasks:
-            return super().launch(context, all_tasks=all_tasks)
+            super().launch(context, pool, all_tasks=all_tasks)
+            return
         (segment, *later_parts) = self.parts
         if later_parts or not (isinstance(segment, Segment) and segment.tasks):
             raise InvalidUpdateError(
@@ -165,13 +179,23 @@ class DeferrableEntry(Entry):
             )
         table = self.table
         platform: Any = segment.platform  # Ascend's
-        was_mixed, table.mixed = table.mixed, True
-        for call in segment.before:
-            call()
-        if platform.launch_deferred(segment.graph, segment.tasks, name=segment.name):
-            self.waiting = WaitingStep(
-                table, segment, context, all_tasks=all_tasks, was_mixed=was_mixed
-            )
-        else:
-            table.mixed = False  # it was updated before its launch
-        return self.waiting
+        step = WaitingStep(table, segment, context, all_tasks=all_tasks, was_mixed=table.mixed)
+        table.mixed = True
+        try:
+            for call in segment.before:
+                call()
+            if platform.launch_deferred(segment.graph, segment.tasks, name=segment.name):
+                self.waiting, self.pool = step, pool
+                pool.owner = step
+            else:
+                table.mixed = False  # it was updated before its launch
+        except BaseException:  # an interrupt may have come behind the launch
+            platform.forget_update(segment.graph, segment.tasks)
+            raise
+
+    def __del__(self) -> None:
+        # The wrapper was dropped before its update: without signals a wait for the device never
+        # ends. In a new thread, as the thread that collects this may hold the lock of an update.
+        step, pool = self.waiting, self.pool
+        if step is not None and pool is not None and pool.owner is step and not sys.is_finalizing():
+            Thread(target=step.abandon, args=(pool,), daemon=True).start()

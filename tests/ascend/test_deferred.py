@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
+import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -27,6 +30,7 @@ from graphrt.core.base.errors import (
     PoolBusyError,
     TaskContractError,
 )
+from tests.core.interrupts import Places
 
 pytestmark = pytest.mark.npu
 
@@ -276,6 +280,54 @@ def test_a_deferred_update_that_raises_ends_its_step(host):
         host.call("FULL", UNCHANGED)
     host.decoder.task.issue = issue
     assert host.differs(4) == []
+
+
+@pytest.mark.parametrize("lines", [False, True], ids=["places", "lines"])
+@pytest.mark.parametrize("interrupted", ["call", "update"])
+def test_an_interrupt_anywhere_in_a_deferred_step_never_hangs_and_the_next_is_right(
+    host, interrupted, lines
+):
+    def run(name, function):
+        return places(function) if name == interrupted else function()
+
+    tracebacks = []  # kept, as a debugger does: they must not hold a lock
+    for at in itertools.count():
+        places, out = Places(at, lines=lines), None
+        step = host.todo[1 + at % 29]
+        host.fill(step)
+        expected = host.call("NONE", step.updates).cpu()
+        update = partial(host.wrapper.update, step.updates)
+        try:
+            with forward_context("FULL", DESCRIPTOR, updates=DEFERRED):
+                out = run("call", partial(host.wrapper, host.x, host.table))
+            run("update", update)
+        except KeyboardInterrupt as interrupt:
+            tracebacks.append(interrupt)
+        else:
+            assert places.seen <= at and at > 50
+            break
+        try:
+            update()
+        except MissingUpdateError:
+            pass
+        else:
+            assert torch.equal(out.cpu(), expected), places.where
+        torch.npu.synchronize()
+        assert host.pool.owner is None, places.where
+        assert not host.pool.platform._tasks._launched, places.where
+        assert host.differs(1) == [], places.where
+        assert host.call("FULL", UNCHANGED) is not None
+
+
+def test_a_wrapper_that_is_dropped_before_its_update_leaves_its_pool_to_others(host):
+    host.call("FULL", DEFERRED)
+    del host.wrapper
+    gc.collect()
+    torch.npu.synchronize()
+    ends = time.monotonic() + 10
+    while host.pool.owner is not None and time.monotonic() < ends:
+        time.sleep(0.001)
+    assert Host(host.pool).differs(2) == []
 
 
 def test_a_host_window_must_signal_every_task_exactly_once(host):

@@ -111,7 +111,8 @@ class Tasks:
         check_queue()
         current = self._npu.current_stream()
         leave_stream(current)
-        with self._locked_stream(graph, current) as updating:
+
+        def replay(updating: UpdateStream) -> None:
             self._begin(graph, updating, current, updates)
             watched = None if self._watchdog is None else self._watchdog.begin(name, current)
             try:
@@ -128,19 +129,22 @@ class Tasks:
                     self._watchdog.drop(watched)
                 raise
 
+        self._on_stream(graph, None, current, replay)
+
     def launch(self, graph: Any, updates: Sequence[TaskUpdate], name: str) -> bool:
         """Replay; True if the graph now waits for `update` or `updating`, False if `updating` came
-        before.
+        before. After an interrupt behind it, `forget` ends the graph.
 
         Raises `MissingCapabilityError` where the device needs the update first and has none.
         """
         check_queue()
         current = self._npu.current_stream()
         leave_stream(current)
-        ahead = self._ahead.pop(graph, None)
+        ahead = self._ahead.get(graph)
         if ahead is None and self.update_first:
             raise too_early(name)
-        with self._stream_of(graph, ahead, current) as updating:
+
+        def launch(updating: UpdateStream) -> None:
             fence = self._replayed.get(graph)
             if ahead is None:
                 self._begin(graph, updating, current, updates)
@@ -154,53 +158,69 @@ class Tasks:
                         updating, fence, current, watched, name, get_ident()
                     )
                     updating.is_awaited = True
+                else:
+                    self._ahead.pop(graph, None)
             except BaseException:  # `@undoing` written out, as every step with tasks comes here
                 self._settle(updating.stream, current, updates)
+                self._ahead.pop(graph, None)
+                self._end(graph)
                 if watched is not None and self._watchdog is not None and not watched.is_launched:
                     self._watchdog.drop(watched)
                 raise
+
+        self._on_stream(graph, ahead, current, launch)
         return ahead is None
 
     def update(self, graph: Any, updates: Sequence[TaskUpdate], changed: bool) -> None:
         """Update the tasks of a launched graph, if `changed`, and signal them."""
-        launch = self._launched.pop(graph)
-        launch.updating.is_awaited = False
-        with self._stream_of(graph, launch, launch.stream) as updating:
+        launch = self._launched[graph]
+
+        def update(updating: UpdateStream) -> None:
             try:
                 self._update(graph, updating.stream, updates, changed, launch.watched)
+                self._end(graph)
             except BaseException:  # `@undoing` written out, as every step with tasks comes here
                 self._settle(updating.stream, launch.stream, updates)
+                self._end(graph)
                 raise
+
+        self._on_stream(graph, launch, launch.stream, update)
 
     @contextmanager
     def updating(self, graph: Any, updates: Sequence[TaskUpdate]) -> Iterator[UpdateWindow]:
         """See `AscendPlatform.updating`."""
         check_queue()
-        launch = self._launched.pop(graph, None)
-        if launch is not None:
-            launch.updating.is_awaited = False
+        launch = self._launched.get(graph)
         current = self._npu.current_stream() if launch is None else launch.stream
         leave_stream(current)
-        with self._stream_of(graph, launch, current) as updating:
-            if launch is None:
-                self._begin(graph, updating, current, updates)
-            watched = None if launch is None else launch.watched
-            window = UpdateWindow(updating.stream, updates, watched)
-            try:
-                with self._npu.stream(updating.stream):
-                    yield window
-                window.check()
+        while True:
+            updating = self._stream_of(graph, launch, current)
+            with updating.lock:
+                if not self._may_use(updating, launch):
+                    continue
                 if launch is None:
-                    self._ahead[graph] = Ahead(updating, updating.stream.record_event())
-            except BaseException as error:
-                # An error between the host's begin and its end leaves the update open.
-                with suppress(RuntimeError):
-                    self._npu.graph_task_update_end(updating.stream)
-                self._settle(updating.stream, current, updates)
-                named = _named(error, window.next)
-                if named is not None:
-                    raise named from error
-                raise
+                    self._begin(graph, updating, current, updates)
+                watched = None if launch is None else launch.watched
+                window = UpdateWindow(updating.stream, updates, watched)
+                try:
+                    with self._npu.stream(updating.stream):
+                        yield window
+                    window.check()
+                    if launch is None:
+                        self._ahead[graph] = Ahead(updating, updating.stream.record_event())
+                    self._end(graph)
+                except BaseException as error:
+                    # An error between the host's begin and its end leaves the update open.
+                    with suppress(RuntimeError):
+                        self._npu.graph_task_update_end(updating.stream)
+                    self._settle(updating.stream, current, updates)
+                    self._ahead.pop(graph, None)
+                    self._end(graph)
+                    named = _named(error, window.next)
+                    if named is not None:
+                        raise named from error
+                    raise
+                return
 
     def refuse_to_wait(self, device: torch.device) -> None:
         """Raise `MissingUpdateError` where this thread has launched a graph on `device` that waits
@@ -216,13 +236,28 @@ class Tasks:
                 )
 
     def forget(self, graph: Any, updates: Sequence[TaskUpdate]) -> None:
-        """Take back an update whose launch did not come: its signals would start the next one."""
-        ahead = self._ahead.pop(graph, None)
-        if ahead is not None:
-            current = self._npu.current_stream()
-            leave_stream(current)
-            with self._stream_of(graph, ahead, current) as updating:
-                self._settle(updating.stream, current, updates)
+        """End a launch whose update did not come; or take back an update whose launch did not come:
+        its signals would start the next one."""
+        begun: Launch | Ahead | None = self._launched.get(graph) or self._ahead.get(graph)
+        if begun is None:
+            return
+        current = begun.stream if isinstance(begun, Launch) else self._npu.current_stream()
+        leave_stream(current)
+
+        def settle(updating: UpdateStream) -> None:
+            self._settle(updating.stream, current, updates)
+
+        self._on_stream(graph, begun, current, settle)
+        self._ahead.pop(graph, None)
+        self._end(graph)
+
+    def _end(self, graph: Any) -> None:
+        """Note that the tasks of `graph` are signalled. Interrupted before that, `forget` signals
+        them once more."""
+        launch = self._launched.get(graph)
+        if launch is not None:
+            launch.updating.is_awaited = False
+            del self._launched[graph]
 
     def _begin(
         self,
@@ -232,11 +267,12 @@ class Tasks:
         updates: Sequence[TaskUpdate],
     ) -> None:
         """Make the update of a step, before its launch, wait for the graph's replay before it."""
-        ahead = self._ahead.pop(graph, None)
+        ahead = self._ahead.get(graph)
         if ahead is not None:
             # That update's signals would start this step's tasks, with old arguments.
             current.wait_event(ahead.fence)
             self._settle(updating.stream, current, updates)
+            self._ahead.pop(graph, None)
         replayed = self._replayed.get(graph)
         if replayed is not None:
             updating.stream.wait_event(replayed)
@@ -309,31 +345,42 @@ class Tasks:
         # Without it the next update could signal before `current` has taken these signals.
         updating.wait_stream(current)
 
-    @contextmanager
-    def _locked_stream(self, graph: Any, current: Any) -> Iterator[UpdateStream]:
-        """The stream to update on, locked: meanwhile no other thread updates or computes on it."""
+    def _on_stream(
+        self,
+        graph: Any,
+        begun: Launch | Ahead | None,
+        current: Any,
+        call: Callable[[UpdateStream], object],
+    ) -> None:
+        """Call `call` with the stream to update on, locked: meanwhile no other thread updates or
+        computes on it. It is no context manager, as an interrupt in its end would leave the lock
+        taken."""
         while True:
-            update_stream = self._update_stream(graph, current)
-            with update_stream.lock:
-                if not update_stream.is_left and not update_stream.is_awaited:
-                    yield update_stream
+            updating = self._stream_of(graph, begun, current)
+            with updating.lock:
+                if self._may_use(updating, begun):
+                    call(updating)
                     return
 
-    @contextmanager
-    def _stream_of(
-        self, graph: Any, begun: Launch | Ahead | None, current: Any
-    ) -> Iterator[UpdateStream]:
-        """`_locked_stream` for a step that has begun: its own stream or, if pools must not use that
-        any more, a new one that waits for the step's fence."""
-        if begun is not None:
-            with begun.updating.lock:
-                if not begun.updating.is_left:
-                    yield begun.updating
-                    return
-        with self._locked_stream(graph, current) as new_stream:
-            if begun is not None and begun.fence is not None:
-                new_stream.stream.wait_event(begun.fence)
-            yield new_stream
+    def _stream_of(self, graph: Any, begun: Launch | Ahead | None, current: Any) -> UpdateStream:
+        """The stream to update on; a step that has begun goes on with its own, unless pools must
+        not use that any more."""
+        if begun is not None and not begun.updating.is_left:
+            return begun.updating
+        return self._update_stream(graph, current)
+
+    def _may_use(self, updating: UpdateStream, begun: Launch | Ahead | None) -> bool:
+        """Whether a step may be updated on this stream, which is locked. Another one than that of a
+        step which has begun then waits for the step's fence."""
+        if updating.is_left:
+            return False
+        if begun is not None and updating is begun.updating:
+            return True
+        if updating.is_awaited:
+            return False
+        if begun is not None and begun.fence is not None:
+            updating.stream.wait_event(begun.fence)
+        return True
 
     def _update_stream(self, graph: Any, current: Any) -> UpdateStream:
         memory = self._memories[graph]

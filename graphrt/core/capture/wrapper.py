@@ -116,9 +116,7 @@ class WrapperGraphs:
         if entry.graph is not None:
             entry.graph.replay()
         else:
-            owner = entry.launch(context, all_tasks=is_full)
-            if owner is not None:
-                pool.owner = owner
+            entry.launch(context, pool, all_tasks=is_full)
         if self.clones:
             return tree.cloned(entry.outputs)
         if entry.fresh is not None and self.fresh_containers:
@@ -310,8 +308,10 @@ class GraphWrapper(errors.Uncopied):
             outputs = self._capture(context, args, kwargs)
             pool.owner = outer
         except BaseException:  # `@undoing`, repeated inline
-            if pool.owner is context:  # a step that waits for its updates keeps the pool
+            if pool.owner is context:
                 pool.owner = outer
+            else:  # nobody has the outputs of a step that waits for its updates
+                pool.end_waiting(pool.owner)
             raise
         # After the turn: code of the host may step and capture in the pool itself.
         if outputs is _EAGERLY:

@@ -20,6 +20,7 @@ from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.device.contract import DeviceGraph
 from graphrt.core.device.platform import Platform
 from graphrt.core.dispatch.dispatcher import GraphDispatcher
+from graphrt.core.replay.pool import GraphPool
 from graphrt.core.replay.tasks import (
     UNCHANGED,
     CapturedTask,
@@ -393,11 +394,11 @@ class Entry:
         of_parts = [part.recorded for part in self.parts if isinstance(part, EagerPart)]
         return tree.tensors(self.outputs, of_parts)
 
-    def launch(self, context: ForwardContext, *, all_tasks: bool) -> object:
+    def launch(self, context: ForwardContext, pool: GraphPool, *, all_tasks: bool) -> None:
         """Replay segments, eager parts and tasks with their new host arguments, in order.
 
-        All updates are validated before anything is launched. Returns the next owner of the pool
-        where the step goes on after the call, as one that waits for its updates; else None.
+        All updates are validated before anything is launched. A step that goes on after the call,
+        as one that waits for its updates, becomes the owner of its `pool`.
         """
         table, values = self.table, None
         if self.tasks:
@@ -406,7 +407,6 @@ class Entry:
         # With gradients on, torch would record each copy of an eager result into its bridge.
         without_gradients(partial(self._replay_with, values))
         table.mixed = False
-        return None
 
     def _replay_with(self, values: Sequence[HostValues] | None) -> None:
         remaining = iter(values or ())

@@ -659,9 +659,7 @@ class GraphPool(errors.Uncopied):
             return _left_behind_error()
         # Read once: another thread's next step may own it meanwhile.
         owner = self.owner
-        refuse = getattr(owner, "refusal", None)
-        own_error: errors.GraphRTError | None = None if refuse is None else refuse(self)
-        return own_error or errors.PoolBusyError(
+        return self.end_waiting(owner) or errors.PoolBusyError(
             "two steps use one graph pool at the same time",
             got=f"{context} in thread {get_ident()} while {owner or self.pieces.context} is under "
             "way",
@@ -669,6 +667,13 @@ class GraphPool(errors.Uncopied):
             advice="let one step end before the next begins; or give what runs at the same time a "
             "GraphPool of its own",
         )
+
+    def end_waiting(self, owner: object) -> errors.GraphRTError | None:
+        """End `owner` if it is a step of this thread that waits for its updates; returns its error.
+        None where it is anything else."""
+        refuse = getattr(owner, "refusal", None)
+        error: errors.GraphRTError | None = None if refuse is None else refuse(self)
+        return error
 
     def _reset_graphs(self, graphs: Sequence[DeviceGraph]) -> None:
         """Destroy graphs of this pool; waits for captures of other threads on the device."""

@@ -178,13 +178,20 @@ class ACLGraphWrapper:
 
         def apply(segment: Segment) -> None:
             platform = cast(AscendPlatform, graphs.pool.platform)
-            with platform.updating(segment.graph, segment.tasks) as window:
-                served = HostUpdate(sites, window)
-                token = under_way.set(served)
-                try:
-                    served.watch.around(lambda: update(window.stream))
-                finally:
-                    under_way.reset(token)
+            updating = platform.updating(segment.graph, segment.tasks)
+            try:
+                with updating as window:
+                    served = HostUpdate(sites, window)
+                    token = under_way.set(served)
+                    try:
+                        served.watch.around(lambda: update(window.stream))
+                    finally:
+                        under_way.reset(token)
+            except BaseException as error:
+                # Once more, which changes nothing: an interrupt may have kept it from beginning,
+                # and then the stream is locked until the traceback goes.
+                updating.__exit__(type(error), error, None)
+                raise
 
         if waiting is not None and is_launched:
             waiting.end_by(graphs.pool, apply)
@@ -192,8 +199,9 @@ class ACLGraphWrapper:
             (segment,) = (part for part in entry.parts if isinstance(part, Segment) and part.tasks)
             if self._ahead is not None:
                 self._take_ahead(graphs, host, entry)
-            apply(segment)
+            # First: after an interrupt behind the update the next call takes it back.
             self._ahead = segment, host
+            apply(segment)
         return True
 
     def _entry_of(self, host: Any) -> DeferrableEntry | None:
