@@ -4,8 +4,9 @@
 against the forward alone, on the same padded inputs. The device is idle before and after each run.
 The first eager run saves the state that it writes, which is put back after every run.
 
-Limits: the smallest of a few runs counts, on a device that nobody else uses meanwhile. Steps of a
-host with updates have none.
+Without `Host(example=)` a step is rows of padding, and its tasks have `at_capture` arguments.
+
+Limits: the smallest of a few runs counts, on a device that nobody else uses meanwhile.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from graphrt.core.batch.descriptor import example_of
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.dispatch.reasons import Dispatch
 from graphrt.core.replay.recording import without_inner_graphs
+from graphrt.core.replay.tasks import WORST_CASE
 from graphrt.core.runner.contract import RunWatch, Step
 from graphrt.core.runner.executor import StepExecutor
 
@@ -162,4 +164,5 @@ def step_of(executor: StepExecutor, dispatch: Dispatch) -> Step:
     moves = prepared.layout.moves(batch.num_tokens, reqs).fields
     values = {move.field.name: move.live.clone() for move in moves}
     metadata = None if setup.host.metadata is None else setup.host.metadata(dispatch.descriptor)
-    return Step(batch, dispatch, executor.inputs.nest(values), None, metadata)
+    updates = WORST_CASE if prepared.transaction.task_names else None
+    return Step(batch, dispatch, executor.inputs.nest(values), updates, metadata)

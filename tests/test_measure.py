@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import graphrt
-from graphrt import Example, GraphRunner, Host, InputSpec
+from graphrt import Example, GraphRunner, Host, HostArg, InputSpec, UpdatableTask, eager_break
 from graphrt.core.runner.report import gain_of
 from graphrt.errors import InvalidOptionError
 
@@ -79,6 +79,30 @@ def test_state_is_put_back_and_no_step_is_counted(level: str) -> None:
     assert level == "off" or model.runs == runs
     runner(x=torch.ones(3, 4))
     assert model.calls.item() == 1
+
+
+@pytest.mark.parametrize("in_eager_part", [False, True])
+def test_tasks_are_timed_with_their_arguments_at_capture(in_eager_part: bool) -> None:
+    """And the steps after it have those of the host."""
+    task = UpdatableTask(
+        "scale",
+        lambda x, out, *, n: torch.mul(x, n[0], out=out),
+        {"n": HostArg("tokens")},
+        at_capture=lambda descriptor: {"n": [1] * descriptor.num_tokens},
+    )
+
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        task(x, out)
+        return out
+
+    part = eager_break(scaled) if in_eager_part else scaled
+    mode = "PIECEWISE" if in_eager_part else "FULL"
+    runner = runner_of(lambda x: part(x + 0) + 0, mode=mode)
+    runner.measure()
+    assert sum(each.replay_s is not None for each in runner.report().graphs) == 2
+    got = runner(x=torch.ones(3, 4), updates={"scale": {"n": [2, 2, 2]}})
+    assert torch.equal(got, torch.full((3, 4), 2.0))
 
 
 def test_a_graph_that_is_no_faster_says_so() -> None:

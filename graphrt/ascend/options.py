@@ -40,8 +40,8 @@ class AscendOptions:
         if self.reserve_streams is not None:
             count_of("reserve_streams", self.reserve_streams, least=0)
         if self.update_order is not None:
-            _check("update_order", self.update_order, get_args(UpdateOrder))
-        _check("update_strategy", self.update_strategy, get_args(UpdateStrategy))
+            _check("update_order", self.update_order, _CHOICES["update_order"])
+        _check("update_strategy", self.update_strategy, _CHOICES["update_strategy"])
         timeout = self.hang_timeout_s
         if timeout is not None and (type(timeout) not in (int, float) or not timeout > 0):
             raise InvalidOptionError(
@@ -63,7 +63,9 @@ class AscendOptions:
             variable = f"GRAPHRT_ASCEND_{name.upper()}"
             text = environment.get(variable)
             if text:
-                number = _NUMBERS.get(name)
+                number, choices = _NUMBERS.get(name), _CHOICES.get(name)
+                if choices is not None:
+                    _check(variable, text, choices, advice=f"{variable}={choices[0]}")
                 options[name] = text if number is None else _read(variable, number, text)
         return cls(**options)
 
@@ -78,16 +80,20 @@ def update_order_of(device: str, environment: Mapping[str, str] = os.environ) ->
     return "update_first" if virtual or device.startswith("Ascend310P") else "replay_first"
 
 
-def _check(name: str, value: object, choices: tuple[str, ...]) -> None:
+def _check(name: str, value: object, choices: tuple[str, ...], advice: str | None = None) -> None:
     if value not in choices:
         raise InvalidOptionError(
             f"{name} has a wrong value",
             got=shown(value),
             expected=" or ".join(choices),
-            advice=f"{name}={choices[0]!r}",
+            advice=advice or f"{name}={choices[0]!r}",
         )
 
 
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "update_order": get_args(UpdateOrder),
+    "update_strategy": get_args(UpdateStrategy),
+}
 _NUMBERS: dict[str, type[int | float]] = {"hang_timeout_s": float, "reserve_streams": int}
 
 

@@ -183,10 +183,14 @@ class Watchdog:
                 error = self.error = self._error(late[0])
         if error is None:
             return
-        if self._on_hang is not None:
-            self._on_hang(error)
-        else:
+        if self._on_hang is None:
             warnings.warn(str(error), RuntimeWarning, stacklevel=2)
+            return
+        try:
+            self._on_hang(error)
+        except Exception as raised:  # the thread goes on, or no later hang would be seen
+            said = f"on_hang raised {raised!r}, given: {error}"
+            warnings.warn(said, RuntimeWarning, stacklevel=2)
 
     def _error(self, step: WatchedStep) -> DeviceHangError:
         task, why = step.blocked_at()

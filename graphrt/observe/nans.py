@@ -26,7 +26,7 @@ from graphrt.core.base import tree
 from graphrt.core.base.errors import InvalidOptionError, VerificationError, warn_caller
 from graphrt.core.base.thread_mode import ThreadMode, unseen
 from graphrt.core.batch.context import ForwardContext
-from graphrt.core.batch.descriptor import checked_batch
+from graphrt.core.batch.descriptor import checked_batch, unpadded
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.operators import facts_of, written
 from graphrt.core.capture.refusals import Source, described, user_source
@@ -153,13 +153,14 @@ def first_nan(
     state.reach(reads.places())
     watch = Watch(frozenset(names), state.memory, generators=state.generators, compared=False)
     origins = _Origins(names, inf=inf)
+    # Not the graph's, to which host arguments of tasks would be padded.
+    descriptor = unpadded(batch)
     context = ForwardContext(
-        GraphMode.NONE, step.dispatch.descriptor, -1, step.updates, step.metadata,
-        num_reqs=reqs, live=batch,
-    )  # fmt: skip
+        GraphMode.NONE, descriptor, -1, step.updates, step.metadata, num_reqs=reqs, live=batch
+    )
     try:
         if setup.host.bind is not None:
-            setup.host.bind(views, step.dispatch.descriptor, "eager")
+            setup.host.bind(views, descriptor, "eager")
         forward = partial(setup.run_forward, **inputs.nest(views))
         around = partial(watched, watch, None)
         outputs = executor._in_context(

@@ -34,12 +34,9 @@ class Kernels(NamedTuple):
     in_order: bool = True
 
 
-def counter(platform: Platform, graph: Any) -> Callable[[], int]:
-    """A function that tells how many nodes the open capture of `graph` has. Raises
-    `MissingCapabilityError` for a platform that does not tell."""
-    if isinstance(graph, TapeGraph):
-        return lambda: graph.steps_so_far
-    from graphrt.cuda.driver.api import captured_nodes, driver_available
+def check_tells(platform: Platform) -> None:
+    """Raise `MissingCapabilityError` for a device that does not tell the kernels of its graphs."""
+    from graphrt.cuda.driver.api import driver_available
 
     if platform.device_type != "cuda" or not driver_available():
         raise MissingCapabilityError(
@@ -48,6 +45,16 @@ def counter(platform: Platform, graph: Any) -> Callable[[], int]:
             expected="an NVIDIA GPU, or the CPU",
             advice="run the same forward there",
         )
+
+
+def counter(platform: Platform, graph: Any) -> Callable[[], int]:
+    """A function that tells how many nodes the open capture of `graph` has. Raises
+    `MissingCapabilityError` for a platform that does not tell."""
+    if isinstance(graph, TapeGraph):
+        return lambda: graph.steps_so_far
+    check_tells(platform)
+    from graphrt.cuda.driver.api import captured_nodes
+
     stream = torch.cuda.current_stream().cuda_stream
     return lambda: captured_nodes(stream) or 0
 

@@ -34,7 +34,7 @@ from graphrt.core.base.option_values import check_kind, refused
 from graphrt.core.base.texts import counted
 from graphrt.core.replay.entry import graphs_of
 from graphrt.observe.captures import Listener, listening
-from graphrt.observe.nodes import Kernel, counter, kernels_of
+from graphrt.observe.nodes import Kernel, check_tells, counter, kernels_of
 
 MOST_BYTES = 1 << 32
 """The largest trace that is read."""
@@ -82,8 +82,11 @@ def ranges(runner: GraphRunner[Any]) -> Iterator[None]:
     the platform of `runner`, for `annotate`. Captures take a few microseconds a module longer;
     graphs and their steps are the same.
 
-    Raises `MissingCapabilityError` at a capture on a platform that does not tell its kernels."""
+    Raises `MissingCapabilityError`, before anything is captured, on a platform that does not tell
+    its kernels."""
     check_kind("runner", runner, GraphRunner, optional=False, example="ranges(runner)")
+    if runner.platform.device_type != "cpu":
+        check_tells(runner.platform)
     with listening(runner.platform, _Noted(runner.platform)):
         yield
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from attention_models import Decoder, differing, eager_outputs, replay_all, runner, steps
+from attention_models import Decoder, differing, eager_outputs, replay_all, replayed, runner, steps
 from fake_npu import FakeEvent, FakeGraph, FakeNpu, FakeStream
 
-from graphrt import GraphPool, wrapper_class
+from graphrt import GraphPool, Reason, wrapper_class
 from graphrt.ascend import ACLGraphWrapper, AscendPlatform, captures
 from graphrt.ascend.captures import AclCaptures
 from graphrt.ascend.driver import launch_queue
@@ -23,9 +23,11 @@ from graphrt.core.base.errors import (
     CaptureError,
     DeviceHangError,
     InvalidOptionError,
+    MissingCapabilityError,
     NestedCaptureError,
     StreamBudgetError,
 )
+from graphrt.observe import ranges
 
 
 class Told:
@@ -425,3 +427,14 @@ def test_releasing_graphs_returns_their_memory_to_the_device():
     del run  # with its input buffers, which are not the pool's
     pool.close()
     assert torch.npu.memory_reserved() == before
+
+
+@pytest.mark.npu
+def test_ranges_are_refused_before_the_graphs_are_captured_again():
+    with runner(Decoder(1), sizes=(8,)) as run:
+        run.capture()
+        with pytest.raises(MissingCapabilityError, match="kernels"), ranges(run):
+            run.recapture()
+        (step,) = steps(1, most=8)
+        replayed(run, step)
+        assert run.last_dispatch.reason is Reason.HIT

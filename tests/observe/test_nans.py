@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphrt import GraphOptions, GraphRunner, InputSpec
+from graphrt import GraphOptions, GraphRunner, HostArg, InputSpec, UpdatableTask
 from graphrt.core.base.errors import InvalidOptionError
 from graphrt.observe import NanError, NanWarning
 
@@ -138,6 +138,35 @@ def test_inputs_that_a_step_leaves_out_are_padding(late):
     x = torch.rand(3, 4)
     for _ in range(2):
         assert torch.equal(runner(x=x) if late else runner.verify(x=x, nan=True), x)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_tasks_of_a_padded_step_get_the_host_arguments_of_its_live_rows(late):
+    def issue(x: torch.Tensor, out: torch.Tensor, *, lens: list[int]) -> None:
+        assert len(lens) == x.shape[0]
+        torch.mul(x, lens[0], out=out)
+
+    task = UpdatableTask(
+        "scale",
+        issue,
+        {"lens": HostArg("tokens")},
+        at_capture=lambda descriptor: {"lens": [1] * descriptor.num_tokens},
+    )
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        task(x, out)
+        return out.log()
+
+    runner = runner_of(forward, find_nan=late, strict=late)
+    x, updates = torch.ones(3, 4), {"scale": {"lens": [1, 2, 3]}}
+    step = runner if late else lambda **step: runner.verify(nan=True, **step)
+    assert step(x=x, updates=updates).eq(0).all()
+    if late:
+        step(x=-x, updates=updates)
+    with pytest.raises(NanError) as raised:
+        step(x=-x, updates=updates)
+    assert raised.value.op == "aten.log.default"
 
 
 def test_a_step_with_a_nan_is_named_one_step_late_and_once():

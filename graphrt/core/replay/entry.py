@@ -23,6 +23,7 @@ from graphrt.core.dispatch.dispatcher import GraphDispatcher
 from graphrt.core.replay.pool import GraphPool
 from graphrt.core.replay.tasks import (
     UNCHANGED,
+    WORST_CASE,
     CapturedTask,
     HostValues,
     check_names,
@@ -301,6 +302,10 @@ class TaskTable:
             if self.mixed:
                 raise failed_half_way()
             return None
+        if updates is WORST_CASE and context.descriptor is not None:
+            specs = {task.name: task.spec for task in self.tasks}
+            worst = context.descriptor
+            updates = {n: s.at_capture(worst) for n, s in specs.items() if s.at_capture is not None}
         # Asking whether it is a mapping takes longer than the rest, and it is a dict as a rule.
         if type(updates) is not dict and not isinstance(updates, Mapping):
             raise errors.MissingUpdateError(
