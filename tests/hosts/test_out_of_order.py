@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import itertools
 
 import protocol_engine as host
 import pytest
@@ -11,6 +13,8 @@ from protocol_engine import Host, Key, Mode
 from test_vllm_ascend import Runner
 
 from graphrt.core.base.errors import InvalidUpdateError, MissingUpdateError
+from graphrt.hosts.vllm_ascend.missing import refuse_waiting
+from tests.core import interrupts
 
 pytestmark = pytest.mark.npu
 
@@ -45,6 +49,31 @@ def test_lengths_that_would_end_the_launch_queue_are_refused_before_launch(wrong
         runner.replay(Key(8), wrong(lens), first=first)
     torch.npu.synchronize()
     assert runner.differs(6, first=first) == []
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_an_interrupt_anywhere_in_a_step_never_hangs_and_the_next_steps_equal_eager(
+    first, monkeypatch
+):
+    files = interrupts._GRAPHRT, contextlib.__file__
+    monkeypatch.setattr(interrupts, "_GRAPHRT", files)
+    runner = made()
+    tracebacks = []  # kept, as a debugger does: they must not hold a lock
+    for at in itertools.count(0, 5):
+        places = interrupts.Places(at)
+        lens = runner.fill(8)
+        try:
+            places(lambda lens=lens: runner.replay(Key(8), lens, first=first))
+        except KeyboardInterrupt as interrupt:
+            tracebacks.append(interrupt)
+        else:
+            assert at > 100
+            break
+        # Between the call and its update the step waits.
+        with contextlib.suppress(MissingUpdateError):
+            refuse_waiting()
+        torch.npu.synchronize()
+        assert runner.differs(2, first=first) == [], places.where
 
 
 def test_two_wrappers_sharing_params_each_update_their_own_graph():
