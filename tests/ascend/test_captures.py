@@ -12,7 +12,7 @@ import torch
 from attention_models import Decoder, differing, eager_outputs, replay_all, replayed, runner, steps
 from fake_npu import FakeEvent, FakeGraph, FakeNpu, FakeStream
 
-from graphrt import GraphPool, Reason, wrapper_class
+from graphrt import GraphPool, KeyedGraphs, Reason, wrapper_class
 from graphrt.ascend import ACLGraphWrapper, AscendPlatform, captures
 from graphrt.ascend.captures import AclCaptures
 from graphrt.ascend.driver import launch_queue
@@ -438,3 +438,12 @@ def test_ranges_are_refused_before_the_graphs_are_captured_again():
         (step,) = steps(1, most=8)
         replayed(run, step)
         assert run.last_dispatch.reason is Reason.HIT
+
+
+@pytest.mark.npu
+def test_attention_in_a_graph_by_key_is_advised_to_a_runner():
+    x = torch.zeros(4, 2, 128, dtype=torch.bfloat16, device="npu")
+    table, decoder = torch.zeros(4, 4, dtype=torch.int32, device="npu"), Decoder(1)
+    graphs = KeyedGraphs(GraphPool("ascend"))
+    with pytest.raises(CaptureError, match=r"561002(?s:.*)try: GraphRunner"):
+        graphs.capture(4, lambda: decoder(x, table))

@@ -415,6 +415,21 @@ def test_with_graphs_off_tasks_get_the_updates_of_each_replay(off):
     assert got == [9, 3, 3]
 
 
+def test_tasks_are_refused_by_run_which_takes_no_updates():
+    task = UpdatableTask(
+        "add",
+        lambda out, *, n: None,
+        {"n": HostArg("tokens")},
+        at_capture=lambda descriptor: {"n": [1] * descriptor.num_tokens},
+    )
+    graphs = KeyedGraphs(GraphPool("cpu"))
+    with pytest.raises(CaptureError, match=r"run\(\) takes no updates(?s:.*)add(?s:.*)GraphRunner"):
+        graphs.run("key", lambda: task(torch.ones(1)))
+    assert not graphs
+    graphs.capture("key", lambda: task(torch.ones(1)))
+    graphs.replay("key", {"add": {"n": [3]}})
+
+
 def test_a_graph_key_that_is_not_hashable_raises():
     with pytest.raises(InvalidBatchError, match="hashable"):
         KeyedGraphs(GraphPool("cpu")).capture([1], made(1))

@@ -45,12 +45,21 @@ _WITHOUT_PIECES = (
 )
 
 
+_WITH_SIZES = (
+    "GraphRunner(forward, ...) if its tasks have lists of host arguments: a key tells them no "
+    "requests and, without a limit of graphs, one token"
+)
+
+
 class KeyedGraphs(Uncopied):
     """FULL graphs of a host that has keys of its own, and dispatches by them.
 
     `graphs.capture(key, forward)` captures at once, sealed or not, and `graphs[key].replay()`
     replays; `graphs.run(key, forward)` does what a limit of graphs allows. Like
     `torch.cuda.CUDAGraph`, a graph reads what its forward read where it was.
+
+    A forward with tasks whose host arguments are lists, as attention's are, needs a `GraphRunner`:
+    a key tells them no requests and, without a limit, one token. `run` takes no updates.
     """
 
     def __init__(
@@ -152,7 +161,7 @@ class KeyedGraphs(Uncopied):
             wrapper = self._wrap(forward, trials=trials)
             if kind is not None:
                 wrapper._lifting = self._kinds.setdefault(kind, wrapper._lifting)
-            capture = partial(self._captured, key, descriptor, wrapper)
+            capture = partial(self._captured, key, descriptor, wrapper, wanted=wanted)
             if self._limit is None:
                 graph, outputs = capture()
             else:
@@ -171,7 +180,13 @@ class KeyedGraphs(Uncopied):
 
     @undoing
     def _captured(
-        self, undo: Undo, key: Hashable, descriptor: BatchDescriptor, wrapper: GraphWrapper
+        self,
+        undo: Undo,
+        key: Hashable,
+        descriptor: BatchDescriptor,
+        wrapper: GraphWrapper,
+        *,
+        wanted: bool,
     ) -> tuple[KeyedGraph, Any]:
         self.pool.check_open()
         if key in self:
@@ -192,10 +207,20 @@ class KeyedGraphs(Uncopied):
             with context:
                 outputs = wrapper()
         except GraphRTError as error:
+            if transaction.task_names and type(error) is CaptureError:
+                error.advice = _WITH_SIZES
+                error.args = (error._message(),)
             if error.advice is not None and IN_PIECES in error.advice:
                 error.advice = error.advice.replace(IN_PIECES, _WITHOUT_PIECES)
                 error.args = (error._message(),)
             raise
+        if transaction.task_names and not wanted:
+            raise CaptureError(
+                "run() takes no updates, which the tasks of this forward need at every step",
+                got=f"tasks {', '.join(sorted(transaction.task_names))}",
+                expected="a forward without updatable tasks",
+                advice="a GraphRunner; or capture(key, forward), and replay(key, updates)",
+            )
         graph = self._graphs[key] = KeyedGraph(key, descriptor, wrapper, outputs)
         return graph, outputs
 
