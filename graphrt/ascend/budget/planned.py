@@ -64,7 +64,7 @@ def planned_streams(
             "a plan for an NPU has no such setting",
             got=name,
             expected=", ".join(["device", "profile", *figure_names]),
-            advice=nearest(name, ["device", "profile", *figure_names]),
+            advice=nearest(name, ["device", "profile", *figure_names]) or "domains=tp",
         )
     domains = figures_given.pop("domains", ())
     if isinstance(domains, str):

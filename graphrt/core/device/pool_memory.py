@@ -274,7 +274,7 @@ def pool_handle(handle: Any) -> PoolHandle:
             "no handle of an allocator pool",
             got=shown(handle),
             expected="two integers: graph_pool_handle(), MemPool.id or the pool() of a graph",
-            advice="GraphPool(platform, handle=torch.cuda.graph_pool_handle())",
+            advice="handle=torch.cuda.graph_pool_handle(), on an NPU torch.npu.graph_pool_handle()",
         )
     return PoolHandle((pair[0], pair[1]))
 

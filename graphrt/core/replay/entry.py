@@ -233,7 +233,7 @@ class Segment:
     graph: DeviceGraph
     tasks: list[CapturedTask]
     before: Sequence[Callable[[], object]] = ()
-    name: str = "a graph under capture"
+    name: str = "under capture"
 
     def replay(self) -> None:
         """Replay with the host arguments of the replay before."""
