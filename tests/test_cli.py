@@ -243,6 +243,7 @@ def test_plan_takes_a_schedule_of_query_lengths():
         ["--traffic", "9" * 400 + "=1"],
         ["--budget", "bytes=" + "9" * 400],
         ["--cost", "bytes=" + "9" * 18 + "GiB"],
+        ["--platform", "ascend", "--layers", "4", "--npu", "foo=1"],
     ],
 )
 def test_an_unreadable_budget_exits_with_2_and_advice(arguments, monkeypatch, capsys):
