@@ -303,9 +303,9 @@ class TaskTable:
                 raise failed_half_way()
             return None
         if updates is WORST_CASE and context.descriptor is not None:
-            specs = {task.name: task.spec for task in self.tasks}
-            worst = context.descriptor
-            updates = {n: s.at_capture(worst) for n, s in specs.items() if s.at_capture is not None}
+            makers = {task.name: task.spec.at_capture for task in self.tasks}
+            worst = {name: make(context.descriptor) for name, make in makers.items() if make}
+            updates = worst or updates  # it is named where no task has one
         # Asking whether it is a mapping takes longer than the rest, and it is a dict as a rule.
         if type(updates) is not dict and not isinstance(updates, Mapping):
             raise errors.MissingUpdateError(
