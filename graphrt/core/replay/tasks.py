@@ -54,7 +54,7 @@ the replay before of the same graph."""
 
 
 WORST_CASE: Final = _Marker("WORST_CASE")
-"""As `updates=`: every task takes its `at_capture` arguments, for warm-up, capture and measuring."""
+"""As `updates=`: every task takes its `at_capture` arguments, as in warm-ups and measurements."""
 
 
 DEFERRED: Final = _Marker("DEFERRED")
