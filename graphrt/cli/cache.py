@@ -71,7 +71,7 @@ def show(
     directory: Directory = None,
     json: Json = False,
 ) -> None:
-    """Show what a key was made of, and check every file of it: exits with 1 for damage."""
+    """Show what a key was made of, and check its files; exits with 1 if one is damaged."""
     from graphrt.compile.cache.entry import default_directory
     from graphrt.compile.cache.listing import find_key
 

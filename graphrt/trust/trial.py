@@ -414,8 +414,8 @@ class Trial:
             generators.restore(start)
             return self._extra_run("with later random numbers", call)
 
-        # Of another thread that draws no five replays have numbers and no eager run. Ranks that try
-        # together all make the same runs, whatever each of them has seen.
+        # A thread that draws beside it moves the generator in some of five eager runs too: then the
+        # forward seeds nothing. Ranks that try together all make one round, or a collective waits.
         for _ in range(1 if self.step.together else 5):
             eager, replayed = run(left, self.step.eager), run(left, lambda _: self.step.replay())
             later = None if eager is None else run(eager.left.generators, self.step.eager)
